@@ -13,10 +13,10 @@ from transformers import Gemma3TextConfig, LlamaConfig
 
 import fathomlm
 from checkpoints.gguf_files import byte_level_metadata, write_gguf
+from fathomlm.checkpoints.assemble import TokenIds
 from fathomlm.checkpoints.gguf import GGUFCheckpoint
 from fathomlm.checkpoints.gguf.reader import GGUFFile
 from fathomlm.checkpoints.huggingface import HuggingFaceCheckpoint
-from fathomlm.checkpoints.source import TokenIds
 from fathomlm.depth import Rope
 from fathomlm.depth.cost import parameter_shapes
 from fathomlm.depth.presets import PRESETS

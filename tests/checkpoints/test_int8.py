@@ -10,8 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from fathomlm.checkpoints.int8 import quantized_names
-from fathomlm.checkpoints.native import save
+from fathomlm.checkpoints.native import quantized_names, save
 from fathomlm.checkpoints.resolve import load
 from fathomlm.checkpoints.shards import INDEX
 from fathomlm.depth import Architecture

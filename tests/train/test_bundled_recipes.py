@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from fathomlm.checkpoints.int8 import quantized_names
+from fathomlm.checkpoints.native import quantized_names
 from fathomlm.model.hub import FathomConfig, FathomForCausalLM, empty_model
 from fathomlm.train.estimate import estimate
 from fathomlm.train.reading import read_recipe

@@ -26,14 +26,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fathomlm.cache import NoCache
-from fathomlm.checkpoints.assemble import OnProgress, configure, put
+from fathomlm.checkpoints.assemble import BaseCheckpoint, OnProgress, configure, empty_model, put
 from fathomlm.checkpoints.resolve import plain_base
-from fathomlm.checkpoints.source import BaseCheckpoint
 from fathomlm.checkpoints.tying import CALIBRATION_TOKENS
 from fathomlm.depth import DepthPlan
 from fathomlm.errors import DataError, OptionError
 from fathomlm.model.attention_mask import TokenBatch, full_masks
-from fathomlm.model.hub import FathomForCausalLM, empty_model
+from fathomlm.model.hub import FathomForCausalLM
 from fathomlm.model.seq2seq import FathomModel
 
 ROW = 512
@@ -205,7 +204,7 @@ def _loss(logits_TV: Tensor, row_T: Tensor) -> float:
     return F.cross_entropy(logits_TV[:-1].float(), row_T[1:]).item()
 
 
-def _put(model: FathomForCausalLM, name: str, base: BaseCheckpoint, device: torch.device) -> None:
+def _put(model: FathomModel, name: str, base: BaseCheckpoint, device: torch.device) -> None:
     shape = tuple(model.decoder.get_parameter(name).shape)
     put(model.decoder, name, base.tensor(name), torch.float32, device, shape, "the base checkpoint")
 

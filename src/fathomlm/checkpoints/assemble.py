@@ -1,51 +1,114 @@
 """Building a model from tensors as they are read, so that no weight is ever held twice; and from another model's
-weights, under another plan: with exits, with a router, with shared keys and values."""
+weights, under another plan: with exits, with a router, with shared keys and values.
+
+What every base checkpoint offers, whatever file it lies in, are tensors one at a time, by this house's names:
+
+    embed.weight                              layers.I.norm_attn.{weight,bias}
+    layers.I.attn.{q,k,v,o}.{weight,bias}     layers.I.norm_mlp.{weight,bias}
+    layers.I.attn.{q_norm,k_norm}.weight      layers.I.{norm_attn_out,norm_mlp_out}.weight   (sandwich)
+    layers.I.mlp.{gate,up,down}.{weight,bias} norm.{weight,bias}, head.weight                (untied)
+    layers.I.mlp.router.weight, and mlp.{gate,up,down}.weight with a matrix for each expert  (Qwen3-MoE)
+    layers.I.cross.{q,k,v,o}.weight           layers.I.norm_cross.weight, relative.weight    (T5)
+
+Reading a tensor at a time is what keeps a conversion's memory near the size of its result.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from fathomlm.checkpoints.source import BaseCheckpoint, TokenIds, end_ids
 from fathomlm.depth import Architecture, DepthPlan, Relaxation
 from fathomlm.errors import CheckpointError, OptionError
 from fathomlm.model.decoder import reset_module
-from fathomlm.model.hub import FathomConfig, FathomForCausalLM, check_plain, empty_model
+from fathomlm.model.hub import FathomConfig, FathomForCausalLM, check_plain
 from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomModel, FathomSeq2SeqConfig
 
 Model = TypeVar("Model", FathomForCausalLM, FathomForSeq2SeqLM)
-Reader = Callable[[str], torch.Tensor]
+Reader = Callable[[str], Tensor]
 OnProgress = Callable[[int, int], None]
 """Told how many layers of how many are done."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenIds:
+    """The special tokens that decoding needs to know."""
+
+    bos: int | None = None
+    eos: tuple[int, ...] = ()
+    """Every token that ends a text; some checkpoints have several."""
+    pad: int | None = None
+    start: int | None = None
+    """What the decoder of an encoder-decoder model reads first."""
+
+
+def end_ids(eos: int | list[int] | tuple[int, ...] | None) -> tuple[int, ...]:
+    """End tokens as a tuple; configurations write none, one or several."""
+    if eos is None:
+        return ()
+    return (eos,) if isinstance(eos, int) else tuple(eos)
+
+
+class BaseCheckpoint(Protocol):
+    """A checkpoint that is no FathomLM directory, read lazily: an untied model, or one whose format has loops."""
+
+    @property
+    def architecture(self) -> Architecture: ...
+
+    @property
+    def plan(self) -> DepthPlan:
+        """Which of the stored layers runs when."""
+        ...
+
+    @property
+    def encoder(self) -> dict[str, Any] | None:
+        """The record of the encoder that the layers attend to, where there is one."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the weights are stored in (float32 for quantised files)."""
+        ...
+
+    @property
+    def tokens(self) -> TokenIds: ...
+
+    def tensor(self, name: str) -> Tensor:
+        """One tensor by this house's name, in any floating dtype; an encoder's are `encoder.` and Hugging Face's name."""
+        ...
+
+    def tokenizer(self) -> Any | None:
+        """The transformers tokenizer with its chat template, or None where the checkpoint has none."""
+        ...
+
+
 def configure(
-    architecture: Architecture, plan: DepthPlan, relaxation: Relaxation | None, tokens: TokenIds, dtype: torch.dtype
-) -> FathomConfig:
-    """A configuration with the special tokens where transformers looks for them."""
-    return FathomConfig.of(architecture, plan, relaxation, dtype=dtype, **_ids(tokens))
-
-
-def configure_seq2seq(
     architecture: Architecture,
     plan: DepthPlan,
     relaxation: Relaxation | None,
-    encoder: dict[str, Any],
     tokens: TokenIds,
     dtype: torch.dtype,
-) -> FathomSeq2SeqConfig:
-    """The same for an encoder-decoder model; `encoder` is what `encoder_record` makes."""
-    own = {"encoder_config": encoder, "decoder_start_token_id": tokens.start, "dtype": dtype}
-    return FathomSeq2SeqConfig.of(architecture, plan, relaxation, **own, **_ids(tokens))
-
-
-def _ids(tokens: TokenIds) -> dict[str, Any]:
+    encoder: dict[str, Any] | None = None,
+) -> FathomConfig:
+    """A configuration with the special tokens where transformers looks for them; of an encoder-decoder model where the
+    record of an `encoder` is given (`encoder_record`)."""
     eos = tokens.eos[0] if len(tokens.eos) == 1 else list(tokens.eos) or None
-    return {"bos_token_id": tokens.bos, "eos_token_id": eos, "pad_token_id": tokens.pad}
+    ids: dict[str, Any] = {"bos_token_id": tokens.bos, "eos_token_id": eos, "pad_token_id": tokens.pad, "dtype": dtype}
+    if encoder is None:
+        return FathomConfig.of(architecture, plan, relaxation, **ids)
+    ids |= {"encoder_config": encoder, "decoder_start_token_id": tokens.start}
+    return FathomSeq2SeqConfig.of(architecture, plan, relaxation, **ids)
+
+
+def empty_model(config: FathomConfig) -> FathomModel:
+    """A model whose weights are not allocated yet; they are assigned as they are read."""
+    with torch.device("meta"):
+        return FathomForSeq2SeqLM(config) if isinstance(config, FathomSeq2SeqConfig) else FathomForCausalLM(config)
 
 
 def fill(module: nn.Module, read: Reader, dtype: torch.dtype, device: torch.device, where: str) -> None:
@@ -57,7 +120,7 @@ def fill(module: nn.Module, read: Reader, dtype: torch.dtype, device: torch.devi
 def put(
     module: nn.Module,
     name: str,
-    tensor: torch.Tensor,
+    tensor: Tensor,
     dtype: torch.dtype,
     device: torch.device,
     shape: tuple[int, ...],
@@ -70,11 +133,13 @@ def put(
     setattr(module.get_submodule(owner), leaf, nn.Parameter(value, module.get_parameter(name).requires_grad))
 
 
-def load_base(base: BaseCheckpoint, dtype: torch.dtype | None, device: torch.device, where: str) -> FathomForCausalLM:
+def load_base(base: BaseCheckpoint, dtype: torch.dtype | None, device: torch.device, where: str) -> FathomModel:
     """A model from a base checkpoint, under the plan that it comes with."""
     dtype = dtype or base.dtype
-    model = empty_model(configure(base.architecture, base.plan, None, base.tokens, dtype))
+    model = empty_model(configure(base.architecture, base.plan, None, base.tokens, dtype, base.encoder))
     fill(model.decoder, base.tensor, dtype, device, where)
+    if isinstance(model, FathomForSeq2SeqLM):
+        fill(model.encoder, lambda name: base.tensor(f"encoder.{name}"), dtype, device, where)
     return finish(model, base.tokenizer())
 
 
@@ -90,33 +155,23 @@ class ModelBase:
 
     def __init__(self, model: FathomModel) -> None:
         check_plain(model, "converted")
-        self._model = model
+        config = model.config
+        self.architecture, self.plan = model.architecture, model.plan
+        self.dtype = model.decoder.embed.weight.dtype
+        self.encoder, start = None, None
+        if isinstance(config, FathomSeq2SeqConfig):
+            self.encoder, start = config.encoder_config, config.decoder_start_token_id
+        ids = {"bos": config.bos_token_id, "eos": end_ids(config.eos_token_id), "pad": config.pad_token_id}
+        self.tokens = TokenIds(**ids, start=start)
         self._tensors = dict(model.decoder.named_parameters())
+        self._tokenizer = model.tokenizer
 
-    @property
-    def architecture(self) -> Architecture:
-        return self._model.architecture
-
-    @property
-    def plan(self) -> DepthPlan:
-        return self._model.plan
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._tensors["embed.weight"].dtype
-
-    @property
-    def tokens(self) -> TokenIds:
-        config = self._model.config
-        start = config.decoder_start_token_id if isinstance(config, FathomSeq2SeqConfig) else None
-        return TokenIds(bos=config.bos_token_id, eos=end_ids(config.eos_token_id), pad=config.pad_token_id, start=start)
-
-    def tensor(self, name: str) -> torch.Tensor:
+    def tensor(self, name: str) -> Tensor:
         """A copy: what is made from a model must not change with it."""
         return self._tensors[name].detach().clone()
 
     def tokenizer(self) -> Any | None:
-        return self._model.tokenizer
+        return self._tokenizer
 
 
 ADAPTERS, BLOCKS, DRAFT = "exit_adapters.", "exit_blocks.", "exit_draft."
@@ -143,12 +198,8 @@ def replan(
     if model.plan == plan and model.relaxation == relaxation and model.config.exit_fields == exits:
         return model
     dtype = model.decoder.embed.weight.dtype
-    parts = architecture or model.architecture, plan, relaxation
-    tokens = ModelBase(model).tokens
-    if isinstance(model, FathomForSeq2SeqLM):
-        config = configure_seq2seq(*parts, model.config.encoder_config, tokens, dtype)
-    else:
-        config = configure(*parts, tokens, dtype)
+    base = ModelBase(model)
+    config = configure(architecture or base.architecture, plan, relaxation, base.tokens, dtype, base.encoder)
     for field, value in exits.items():
         setattr(config, field, value)
     config.exit_vocab = model.config.exit_vocab if plan.exits or plan.draft else None

@@ -18,11 +18,9 @@ import torch
 from torch import Tensor
 
 from fathomlm.checkpoints.activations import Activations
-from fathomlm.checkpoints.assemble import OnProgress, configure, configure_seq2seq, finish, put, replan, with_loops
-from fathomlm.checkpoints.ranks import ranks_within
+from fathomlm.checkpoints.assemble import BaseCheckpoint, OnProgress, configure, empty_model, finish, put, replan, with_loops
 from fathomlm.checkpoints.resolve import describe, open_source, parse_device, parse_dtype, plain_base
-from fathomlm.checkpoints.source import BaseCheckpoint
-from fathomlm.checkpoints.tied import KeptLayers, Tying
+from fathomlm.checkpoints.tied import KeptLayers, Tying, ranks_within
 from fathomlm.checkpoints.tying import (
     CALIBRATED,
     INITS,
@@ -42,8 +40,8 @@ from fathomlm.depth.routing import ROUTERS, RouterOptions
 from fathomlm.errors import OptionError, choices
 from fathomlm.model.blocks import build_block
 from fathomlm.model.decoder import reset_module
-from fathomlm.model.hub import FathomForCausalLM, empty_model
-from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomModel, empty_seq2seq
+from fathomlm.model.hub import FathomForCausalLM
+from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomModel
 
 
 def convert(
@@ -142,7 +140,9 @@ def convert(
         aware = start.relax == "aware"
         first, on_layer = _two_stages(on_layer)
         relaxation = ranks_within(tying_of, plan, relaxation, limit, aware=aware, dtype=kind, on_layer=first)
-    result = _empty(source, base, plan, relaxation, kind, place)
+    result = empty_model(configure(base.architecture, plan, relaxation, base.tokens, kind, base.encoder))
+    if isinstance(source, FathomForSeq2SeqLM):
+        result.encoder = copy.deepcopy(source.encoder).to(device=place, dtype=kind)
     result.config.kept_layers = dropped
     _Conversion(tying_of, result, start, kind, place, torch.Generator().manual_seed(seed)).run(on_layer)
     tied = finish(result, base.tokenizer())
@@ -177,22 +177,6 @@ def _with_open_routers(model: FathomModel) -> FathomModel:
     if model.decoder.routers is not None:
         model.decoder.routers.open_all()
     return model
-
-
-def _empty(
-    source: FathomModel | BaseCheckpoint,
-    base: BaseCheckpoint,
-    plan: DepthPlan,
-    relaxation: Relaxation | None,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> FathomModel:
-    if not isinstance(source, FathomForSeq2SeqLM):
-        return empty_model(configure(base.architecture, plan, relaxation, base.tokens, dtype))
-    encoder = source.config.encoder_config
-    result = empty_seq2seq(configure_seq2seq(base.architecture, plan, relaxation, encoder, base.tokens, dtype))
-    result.encoder = copy.deepcopy(source.encoder).to(device=device, dtype=dtype)
-    return result
 
 
 def _looped(source: FathomModel | BaseCheckpoint) -> FathomModel | None:

@@ -11,19 +11,17 @@ from typing import Any
 
 import torch
 
-from fathomlm.checkpoints.assemble import configure_seq2seq, fill, finish
+from fathomlm.checkpoints.assemble import TokenIds, end_ids
 from fathomlm.checkpoints.confined import TokenizerTrial, no_panic
 from fathomlm.checkpoints.families import SEQ2SEQ, Family, family_for, family_of, hf_name
 from fathomlm.checkpoints.locate import check_model_directory
 from fathomlm.checkpoints.shards import INDEX, SINGLE, Shards, read_json
-from fathomlm.checkpoints.source import TokenIds, end_ids
 from fathomlm.depth import Architecture, DepthPlan
 from fathomlm.depth.bounds import BOUNDS
 from fathomlm.depth.cost import parameter_shapes
 from fathomlm.errors import CheckpointError, FathomError, UnsupportedModel
 from fathomlm.jsonfile import Fields, read_object
 from fathomlm.model.encoder import build_encoder, encoder_record
-from fathomlm.model.seq2seq import FathomForSeq2SeqLM, empty_seq2seq
 
 COMPUTED = re.compile(r"rotary_emb\.inv_freq$|attention\.(bias|masked_bias)$|^freqs_cis$")
 """Buffers of old checkpoints that follow from the configuration."""
@@ -37,36 +35,26 @@ class HuggingFaceCheckpoint:
 
     def __init__(self, directory: Path, config: dict[str, Any] | None = None) -> None:
         """`config` is the directory's config.json, where it was read before."""
-        config = self._open(directory, config)
-        complete = family_of(config.get("model_type"), str(directory)).complete
-        config = config if complete is None else {**config, **complete(self._shards.names())}
-        self._architecture, self._plan = plan_from_config(config, str(directory))
-        self._family = family_for(self._architecture, self._plan)
-        self._shards.check_layers(self._plan.unique_layers)
-        self._refuse_strangers()
-
-    def _open(self, directory: Path, config: dict[str, Any] | None) -> dict[str, Any]:
         self._directory = directory
         self._config = read_config(directory) if config is None else config
-        self._tokens = tokens_of(directory, self._config)
+        self.tokens = tokens_of(directory, self._config)
+        self.encoder: dict[str, Any] | None = None
         self._shards = Shards(directory)
-        return self._config
+        self._lay_out()
+        self._refuse_strangers()
 
-    @property
-    def architecture(self) -> Architecture:
-        return self._architecture
-
-    @property
-    def plan(self) -> DepthPlan:
-        return self._plan
+    def _lay_out(self) -> None:
+        """What the configuration says of the model, compared with the tensors that there are."""
+        config, where = self._config, str(self._directory)
+        complete = family_of(config.get("model_type"), where).complete
+        config = config if complete is None else {**config, **complete(self._shards.names())}
+        self.architecture, self.plan = plan_from_config(config, where)
+        self._family = family_for(self.architecture, self.plan)
+        self._shards.check_layers(self.plan.unique_layers)
 
     @property
     def dtype(self) -> torch.dtype:
         return self.tensor("embed.weight").dtype
-
-    @property
-    def tokens(self) -> TokenIds:
-        return self._tokens
 
     def tensor(self, name: str) -> torch.Tensor:
         stored, part = stored_as(self._family, name)
@@ -78,19 +66,19 @@ class HuggingFaceCheckpoint:
             return tensor
         fusion = self._family.fusion(part, name.rpartition(".")[2])
         assert fusion is not None
-        tensor = fusion.split(tensor, part, self._architecture)
-        return self._family.sorted_rows(part, tensor, self._architecture.head_dim)
+        tensor = fusion.split(tensor, part, self.architecture)
+        return self._family.sorted_rows(part, tensor, self.architecture.head_dim)
 
     def tokenizer(self) -> Any | None:
         return read_tokenizer(self._directory, self._config)
 
     def _numbered(self, name: str) -> list[str]:
         """The names of a tensor that is stored expert by expert."""
-        return [name.replace("*", str(i)) for i in range(self._architecture.experts)] if "*" in name else [name]
+        return [name.replace("*", str(i)) for i in range(self.architecture.experts)] if "*" in name else [name]
 
     def _refuse_strangers(self) -> None:
         """A tensor without a place here means that the model computes something that our block does not."""
-        names = list(parameter_shapes(self._architecture, self._plan))
+        names = list(parameter_shapes(self.architecture, self.plan))
         stored = {hf_name(self._family, stored_as(self._family, name)[0]) for name in names}
         known = {each for name in stored for each in self._numbered(name)} | {hf_name(self._family, "head.weight")}
         more = sorted(name for name in set(self._shards.names()) - known if not COMPUTED.search(name))
@@ -219,35 +207,25 @@ class Seq2SeqCheckpoint(HuggingFaceCheckpoint):
     """Reads lazily, but for the embedding and the head, which are compared where both are stored: whether the decoder's head
     is the embedding is read off the weights, as transformers does."""
 
-    def __init__(self, directory: Path, config: dict[str, Any] | None = None) -> None:
-        """`config` is the directory's config.json, where it was read before."""
-        config = self._open(directory, config)
-        architecture = architecture_from_config(config, str(directory))
+    def _lay_out(self) -> None:
+        architecture = architecture_from_config(self._config, str(self._directory))
         self._shards.check_layers(architecture.layers)
         try:
-            self.encoder = encoder_record(config)
+            self.encoder = encoder_record(self._config)
             self._shards.check_layers(self.encoder["num_layers"])
         except FathomError as error:
-            raise CheckpointError(f"{directory}: {error}") from error
+            raise CheckpointError(f"{self._directory}: {error}") from error
         tied = self._one_matrix("lm_head.weight")
-        self._architecture = dataclasses.replace(architecture, tied_embeddings=tied)
-        self._plan = DepthPlan.vanilla(architecture.layers)
+        self.architecture = dataclasses.replace(architecture, tied_embeddings=tied)
+        self.plan = DepthPlan.vanilla(architecture.layers)
         self._family = family_for(architecture)
-        self._refuse_strangers()
-
-    @property
-    def tokens(self) -> TokenIds:
-        """T5 starts with padding where its configuration names no start token."""
-        start = self._tokens.pad if self._tokens.start is None else self._tokens.start
-        return dataclasses.replace(self._tokens, start=start)
+        if self.tokens.start is None:  # T5 starts with padding where its configuration names no start token
+            self.tokens = dataclasses.replace(self.tokens, start=self.tokens.pad)
 
     def tensor(self, name: str) -> torch.Tensor:
         if name == "embed.weight":
             return self._shards.get(self._embedding)
-        return self._shards.get(hf_name(self._family, name))
-
-    def encoder_tensor(self, name: str) -> torch.Tensor:
-        return self._shards.get(f"encoder.{name}")
+        return self._shards.get(name if name.startswith("encoder.") else hf_name(self._family, name))
 
     @property
     def _embedding(self) -> str:
@@ -265,20 +243,11 @@ class Seq2SeqCheckpoint(HuggingFaceCheckpoint):
         for name in EMBEDDINGS:
             if not self._one_matrix(name):
                 raise UnsupportedModel(f"{self._directory}: '{name}' is not '{self._embedding}'; here they are one matrix")
-        known = {hf_name(self._family, name) for name in parameter_shapes(self._architecture)}
+        known = {hf_name(self._family, name) for name in parameter_shapes(self.architecture)}
         with torch.device("meta"):
-            known |= {f"encoder.{name}" for name in build_encoder(self.encoder).state_dict()}
+            known |= {f"encoder.{name}" for name in build_encoder(self.encoder or {}).state_dict()}
         known |= {*EMBEDDINGS, *NEVER_READ, "lm_head.weight"}
         refuse_tensors(self._directory, self._family, sorted(set(self._shards.names()) - known))
-
-
-def load_seq2seq(base: Seq2SeqCheckpoint, dtype: torch.dtype | None, device: torch.device, where: str) -> FathomForSeq2SeqLM:
-    """A plain encoder-decoder model: the plan with one recursion."""
-    dtype = dtype or base.dtype
-    model = empty_seq2seq(configure_seq2seq(base.architecture, base.plan, None, base.encoder, base.tokens, dtype))
-    fill(model.decoder, base.tensor, dtype, device, where)
-    fill(model.encoder, base.encoder_tensor, dtype, device, where)
-    return finish(model, base.tokenizer())
 
 
 def seq2seq_architecture(directory: Path, config: dict[str, Any]) -> Architecture:

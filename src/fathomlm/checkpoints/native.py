@@ -1,31 +1,37 @@
 """FathomLM directories: config.json of type `fathomlm` or `fathomlm-seq2seq`, safetensors with each weight once, tokenizer
-files, read and written, whole or not at all. Weights that are stored as int8 (checkpoints/int8.py) are multiplied out as
-they are read."""
+files, read and written, whole or not at all.
+
+Weights may be stored as int8 with one float scale for each output channel, which is how a model ships with a package. A
+matrix `<name>.weight` of linears and embeddings then is int8, with `<name>.weight.scale` (float32, one number a row) beside
+it: row i is scale[i] times its integers, which run from -127 to 127. Norms, biases, routers and what exits and relaxations
+add are small or decide much, and stay as they are. Reading multiplies out; `model.quantize` computes in int8, and rounds
+such weights to the same integers again.
+"""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from transformers.utils import logging as hf_logging
 
-from fathomlm.checkpoints.assemble import fill, finish
+from fathomlm.checkpoints.assemble import empty_model, fill, finish
 from fathomlm.checkpoints.huggingface import TOKENS, read_tokenizer, token_ids
-from fathomlm.checkpoints.int8 import INT8, check_int8, quantized_tensors, read_weight
 from fathomlm.checkpoints.shards import SHARD_BYTES, Shards, write_shards
 from fathomlm.checkpoints.writing import check_room, whole_directory
 from fathomlm.depth import DepthPlan
 from fathomlm.depth.bounds import BOUNDS
 from fathomlm.errors import CheckpointError, FathomError, OptionError, choices
 from fathomlm.jsonfile import Fields
+from fathomlm.kernels.quantized import dequantize_int8, quantize_int8
 from fathomlm.model.encoder import build_encoder
-from fathomlm.model.hub import FathomConfig, check_plain, empty_model, introduce
-from fathomlm.model.seq2seq import FathomModel, FathomSeq2SeqConfig, empty_seq2seq
+from fathomlm.model.hub import FathomConfig, check_plain, introduce
+from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomModel, FathomSeq2SeqConfig
 
-PREFIX = "decoder."
-ENCODER_PREFIX = "encoder."
 OWN_FIELDS = (
     "model_type", "architecture", "plan", "relaxation", "encoder_config", "exit_rank", "exit_adapter", "exit_classifier",
     "exit_vocab", "weight_format", "kept_layers", "initializer_range", "use_cache", *TOKENS,
@@ -86,16 +92,10 @@ def load_native(directory: Path, config: dict[str, Any], dtype: torch.dtype | No
     shards.check_layers(DepthPlan.from_dict(built.plan).unique_layers)
     if isinstance(built, FathomSeq2SeqConfig):
         shards.check_layers(built.encoder_config.get("num_layers", 1))
-    dtype = dtype or read_weight(shards, f"{PREFIX}embed.weight").dtype
+    dtype = dtype or read_weight(shards, "decoder.embed.weight").dtype
     built.dtype, built.weight_format = dtype, None
-    where = str(directory)
-    if isinstance(built, FathomSeq2SeqConfig):
-        both = empty_seq2seq(built)
-        fill(both.decoder, lambda name: read_weight(shards, PREFIX + name), dtype, device, where)
-        fill(both.encoder, lambda name: shards.get(ENCODER_PREFIX + name), dtype, device, where)
-        return finish(both, read_tokenizer(directory, config))
     model = empty_model(built)
-    fill(model.decoder, lambda name: read_weight(shards, PREFIX + name), dtype, device, where)
+    fill(model, lambda name: read_weight(shards, name), dtype, device, str(directory))
     return finish(model, read_tokenizer(directory, config))
 
 
@@ -151,3 +151,52 @@ def directory_bytes(path: Path) -> int:
     """The size on disk of a model directory's files, or of one file."""
     files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
     return sum(file.stat().st_size for file in files)
+
+
+INT8 = "int8"
+"""What config.json calls it, as `weight_format`."""
+SCALE = ".scale"
+
+
+def quantized_names(model: FathomModel) -> set[str]:
+    """The weights that are stored as int8, by their names in the file."""
+    modules = model.decoder.named_modules(prefix="decoder")
+    matrices = {f"{name}.weight" for name, module in modules if isinstance(module, nn.Linear | nn.Embedding)}
+    whole = ("decoder.routers.", "decoder.exit_blocks.", "decoder.exit_draft.")
+    return {name for name in matrices if not name.startswith(whole)}
+
+
+def quantized_tensors(model: FathomModel) -> Iterator[tuple[str, Tensor]]:
+    """What the files of a model hold: each weight once, a matrix with its scale behind it."""
+    chosen = quantized_names(model)
+    for name, parameter in model.named_parameters():
+        if name not in chosen:
+            yield name, parameter
+            continue
+        if not bool(parameter.isfinite().all()):
+            raise CheckpointError(f"'{name}' holds numbers that are not finite; int8 has no place for them")
+        whole, scale = quantize_int8(parameter)
+        yield name, whole
+        yield name + SCALE, scale
+
+
+def check_int8(model: FathomModel) -> None:
+    """Refuse what this format does not hold, and what cannot be computed with such weights."""
+    if isinstance(model, FathomForSeq2SeqLM):
+        raise OptionError("int8 is for decoder-only models; this is an encoder-decoder, whose encoder is transformers' own")
+
+
+def read_weight(shards: Shards, name: str) -> Tensor:
+    """A weight as it is stored, or multiplied out in float32 where that is int8."""
+    weight = shards.get(name)
+    if weight.dtype != torch.int8:
+        return weight
+    scale = shards.get(name + SCALE)
+    where = f"{shards.directory}: '{name + SCALE}'"
+    if weight.dim() != 2 or tuple(scale.shape) != (weight.shape[0],):
+        raise CheckpointError(
+            f"{where} is {tuple(scale.shape)}; '{name}' is {tuple(weight.shape)} and requires one scale for each of its rows"
+        )
+    if not scale.is_floating_point() or not bool((scale.isfinite() & (scale > 0)).all()):
+        raise CheckpointError(f"{where} must hold finite numbers above 0")
+    return dequantize_int8(weight, scale)

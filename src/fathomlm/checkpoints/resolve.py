@@ -9,25 +9,23 @@ from typing import Any, cast
 
 import torch
 
-from fathomlm.checkpoints.assemble import ModelBase, load_base, with_loops
+from fathomlm.checkpoints.assemble import BaseCheckpoint, ModelBase, load_base, with_loops
 from fathomlm.checkpoints.exit_pack import ExitPack, attach, read_pack
 from fathomlm.checkpoints.fetch import cache_home
-from fathomlm.checkpoints.generation_config import with_sampling
 from fathomlm.checkpoints.gguf import GGUFCheckpoint
 from fathomlm.checkpoints.huggingface import (
     HuggingFaceCheckpoint,
     Seq2SeqCheckpoint,
     is_seq2seq,
-    load_seq2seq,
     plan_from_config,
     read_config,
     seq2seq_architecture,
 )
 from fathomlm.checkpoints.locate import locate, named_preset
 from fathomlm.checkpoints.native import is_native, load_native, native_config
-from fathomlm.checkpoints.source import BaseCheckpoint
 from fathomlm.depth import Architecture, DepthPlan, ExitParts, Relaxation
-from fathomlm.errors import OptionError, OutputError, choices
+from fathomlm.errors import CheckpointError, OptionError, OutputError, choices
+from fathomlm.jsonfile import read_object
 from fathomlm.kernels.cpu_library import COMPILERS, build_library
 from fathomlm.kernels.paged_write import check_float8
 from fathomlm.kernels.quantized import GPU_KINDS, KINDS, Kind
@@ -36,6 +34,9 @@ from fathomlm.model.hub import FathomForCausalLM
 from fathomlm.model.quantize import quantize_layers
 from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomModel, FathomSeq2SeqConfig
 
+GENERATION = "generation_config.json"
+SAMPLED = ("temperature", "top_p", "min_p", "repetition_penalty")
+"""What a generation config says of sampling in numbers with a fraction."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -114,9 +115,32 @@ def _load(source: str | Path, dtype: torch.dtype | None, device: torch.device, p
     base = open_base(path, config)
     if pack is not None:
         pack.plan_over(base.architecture, base.plan, None)
-    if isinstance(base, Seq2SeqCheckpoint):
-        return with_sampling(load_seq2seq(base, dtype, device, str(source)), path)
     return with_sampling(load_base(base, dtype, device, str(source)), path)
+
+
+def with_sampling(model: FathomModel, path: Path) -> FathomModel:
+    """The model, with what the file beside its weights says of sampling in `model.generation_config`, so that it is saved
+    with it. Without `do_sample` such a file means greedy decoding, and what else it says nothing. Here are types alone:
+    bounds are `Sampling`'s, when the values are used."""
+    file = path / GENERATION
+    if not file.is_file() or isinstance(model, FathomForSeq2SeqLM):  # which has no generation_config
+        return model
+    fields = read_object(file, error=CheckpointError)
+    if fields.flag("do_sample", default=False):
+        found = {name: fields.number(name, default=None) for name in SAMPLED}
+        model.generation_config.update(do_sample=True, top_k=fields.integer("top_k", default=None), **found)
+    return model
+
+
+def sampling_defaults(model: FathomModel) -> dict[str, float]:
+    """How a checkpoint wants its tokens sampled, by the names of `Sampling`'s fields; none where it does not say that it
+    samples. The command line keeps its own defaults, greedy; a server takes these where a request names none, as vLLM
+    does."""
+    if isinstance(model, FathomForSeq2SeqLM):
+        return {}
+    config = model.generation_config
+    values = {name: getattr(config, name, None) for name in (*SAMPLED, "top_k")} if config.do_sample else {}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def decoder_only(model: FathomModel, what: str) -> FathomForCausalLM:
@@ -143,9 +167,8 @@ def open_source(source: str | Path) -> FathomModel | BaseCheckpoint:
     if is_native(config):
         return load_native(path, config, None, torch.device("cpu"))
     base = open_base(path, config)
-    if isinstance(base, Seq2SeqCheckpoint):
-        return load_seq2seq(base, None, torch.device("cpu"), str(path))
-    return load_base(base, None, torch.device("cpu"), str(path)) if not base.plan.plain else base
+    lazily = base.plan.plain and base.encoder is None
+    return base if lazily else load_base(base, None, torch.device("cpu"), str(path))
 
 
 def plain_base(source: FathomModel | BaseCheckpoint | str | Path) -> BaseCheckpoint:

@@ -14,7 +14,7 @@ from fathomlm.options import like, option
 
 if TYPE_CHECKING:
     from fathomlm.checkpoints.activations import Activations
-    from fathomlm.checkpoints.source import BaseCheckpoint
+    from fathomlm.checkpoints.assemble import BaseCheckpoint
     from fathomlm.model.seq2seq import FathomModel
 
 

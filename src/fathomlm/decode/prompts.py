@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from fathomlm.checkpoints.assemble import end_ids
 from fathomlm.checkpoints.confined import Refused, no_panic, render_chat
-from fathomlm.checkpoints.source import end_ids
 from fathomlm.errors import OptionError
 from fathomlm.model.encoder_memory import EncoderMemory
 from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomModel

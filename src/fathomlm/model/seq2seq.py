@@ -165,11 +165,5 @@ FathomModel = FathomForCausalLM | FathomForSeq2SeqLM
 """What `fathomlm.load` gives."""
 
 
-def empty_seq2seq(config: FathomSeq2SeqConfig) -> FathomForSeq2SeqLM:
-    """A model whose weights are not allocated yet; they are assigned as they are read."""
-    with torch.device("meta"):
-        return FathomForSeq2SeqLM(config)
-
-
 AutoConfig.register(FathomSeq2SeqConfig.model_type, FathomSeq2SeqConfig)
 AutoModelForSeq2SeqLM.register(FathomSeq2SeqConfig, FathomForSeq2SeqLM)

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from fathomlm.checkpoints.generation_config import sampling_defaults
-from fathomlm.checkpoints.resolve import dtype_name
+from fathomlm.checkpoints.resolve import dtype_name, sampling_defaults
 from fathomlm.decode.prompts import Prompt, chat_prompt, encode_prompt, end_tokens
 from fathomlm.decode.sampling import Sampling
 from fathomlm.depth.colours import depth_colours, ink

@@ -12,19 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fathomlm.checkpoints.assemble import configure_seq2seq, finish
+from fathomlm.checkpoints.assemble import TokenIds, end_ids
 from fathomlm.checkpoints.resolve import encoder_of
-from fathomlm.checkpoints.source import TokenIds, end_ids
-from fathomlm.depth import Architecture, DepthPlan, Relaxation
+from fathomlm.depth import Architecture
 from fathomlm.errors import DataError, OptionError
 from fathomlm.model.decoder import Decoder
 from fathomlm.model.encoder import build_encoder, encoder_beside
 from fathomlm.model.encoder_memory import EncoderMemory
-from fathomlm.model.seq2seq import FathomForSeq2SeqLM, empty_seq2seq
+from fathomlm.model.seq2seq import FathomForSeq2SeqLM
 from fathomlm.train.data.corpus import Corpus
 from fathomlm.train.recipe import EncoderRecipe, ModelRecipe
-
-USUAL_STD = ModelRecipe().init_std
 
 
 def read_encoder(model: ModelRecipe, architecture: Architecture) -> dict[str, Any] | None:
@@ -42,34 +39,11 @@ def read_encoder(model: ModelRecipe, architecture: Architecture) -> dict[str, An
     return encoder_beside(architecture, layers, dropout=recipe_encoder.dropout)
 
 
-def fresh_seq2seq(
-    model: ModelRecipe,
-    architecture: Architecture,
-    plan: DepthPlan,
-    relaxation: Relaxation | None,
-    tokens: TokenIds,
-    seed: int,
-) -> FathomForSeq2SeqLM:
-    """A model with T5's own start, which its attention without a scale needs: queries are drawn smaller by head_dim ** 0.5,
-    every other matrix by the width that it reads. transformers' T5 differs in one thing, a head of its own, whose
-    logits would start far too large."""
-    if model.init_std != USUAL_STD:
-        raise OptionError("model.init_std cannot be combined with a T5-style model, which has T5's own initialization")
-    record = read_encoder(model, architecture)
-    assert record is not None
-    student = empty_seq2seq(configure_seq2seq(architecture, plan, relaxation, record, tokens, torch.float32))
-    torch.manual_seed(seed)  # for all that has no generator of its own: the encoder, a relaxation
-    student.encoder = build_encoder(record)
-    student.decoder.to_empty(device="cpu")
-    generator = torch.Generator().manual_seed(seed)
-    student.decoder.reset_parameters(generator=generator)
-    start_as_t5(student.decoder, generator)
-    return finish(student, None)
-
-
 @torch.no_grad()
 def start_as_t5(decoder: Decoder, generator: torch.Generator) -> None:
-    """T5's start for a decoder's matrices; norms and what steps add are left as they are."""
+    """T5's own start for a decoder's matrices, which its attention without a scale needs: queries are drawn smaller by
+    head_dim ** 0.5, every other matrix by the width that it reads. transformers' T5 differs in one thing, a head of its own,
+    whose logits would start far too large. Norms and what steps add are left as they are."""
     a = decoder.architecture
     read = {"o": a.query_width, "down": a.intermediate, "q": a.hidden * a.head_dim}
     for layer in decoder.layers:

@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from fathomlm.checkpoints.activations import ROW, Activations, measure_activations
-from fathomlm.checkpoints.assemble import configure, finish, replan
+from fathomlm.checkpoints.assemble import TokenIds, configure, empty_model, end_ids, finish, replan
 from fathomlm.checkpoints.convert import convert
 from fathomlm.checkpoints.resolve import architecture_of, describe, load, plain_base
-from fathomlm.checkpoints.source import TokenIds, end_ids
 from fathomlm.decode.prompts import end_tokens
 from fathomlm.errors import DataError, OptionError
-from fathomlm.model.hub import empty_model
+from fathomlm.model.encoder import build_encoder
 from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomModel
 from fathomlm.sizes import parse_amount
 from fathomlm.train.data.corpus import Corpus
@@ -32,7 +31,7 @@ from fathomlm.train.first import check_corpus, check_models
 from fathomlm.train.losses.exits import exited_plan
 from fathomlm.train.recipe import DataRecipe, ExitRecipe, ModelRecipe, Recipe
 from fathomlm.train.schedule import rows_per_step
-from fathomlm.train.seq2seq import fresh_seq2seq, fresh_tokens, read_encoder, ready_to_train
+from fathomlm.train.seq2seq import fresh_tokens, read_encoder, ready_to_train, start_as_t5
 from fathomlm.train.student import (
     check_plan,
     check_rows,
@@ -225,14 +224,20 @@ def _from_scratch(model: ModelRecipe, seed: int, corpus: Corpus, tokenizer: Any)
             raise OptionError(f"model.{name} says what a tied model starts from; without model.source there is nothing")
     architecture = scratch_architecture(model, corpus.manifest.vocab)
     plan, relaxation = lay_plan(model, architecture)
-    if architecture.cross:
-        ids = fresh_tokens(tokenizer, corpus.manifest.separator)
-        return fresh_seq2seq(model, architecture, plan, relaxation, ids, seed)
+    record = read_encoder(model, architecture)
+    if record is not None and model.init_std != ModelRecipe().init_std:
+        raise OptionError("model.init_std cannot be combined with a T5-style model, which has T5's own initialization")
     tokens = TokenIds(bos=tokenizer.bos_token_id, eos=end_ids(tokenizer.eos_token_id), pad=tokenizer.pad_token_id)
-    student = empty_model(configure(architecture, plan, relaxation, tokens, torch.float32))
-    student.to_empty(device="cpu")
-    torch.manual_seed(seed)  # what has no generator of its own (a relaxation's start) draws from torch's
-    student.decoder.reset_parameters(std=model.init_std, generator=torch.Generator().manual_seed(seed))
+    tokens = tokens if record is None else fresh_tokens(tokenizer, corpus.manifest.separator)
+    student = empty_model(configure(architecture, plan, relaxation, tokens, torch.float32, record))
+    student.decoder.to_empty(device="cpu")
+    torch.manual_seed(seed)  # what has no generator of its own (an encoder, a relaxation's start) draws from torch's
+    generator = torch.Generator().manual_seed(seed)
+    if record is not None:
+        student.encoder = build_encoder(record)
+    student.decoder.reset_parameters(std=model.init_std, generator=generator)
+    if record is not None:
+        start_as_t5(student.decoder, generator)
     return finish(student, tokenizer)
 
 

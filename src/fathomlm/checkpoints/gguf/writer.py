@@ -19,13 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fathomlm.checkpoints.assemble import OnProgress
+from fathomlm.checkpoints.assemble import OnProgress, end_ids
 from fathomlm.checkpoints.export import check_exports, check_loops, merged_layer, stored_layers
+from fathomlm.checkpoints.gguf import INTERLEAVED, stored_name
 from fathomlm.checkpoints.gguf.architecture import divisors_llama3, read_architecture
-from fathomlm.checkpoints.gguf.checkpoint import INTERLEAVED, stored_name
 from fathomlm.checkpoints.gguf.reader import GGUFFile
 from fathomlm.checkpoints.gguf.tokenizer import tokenizer_metadata
-from fathomlm.checkpoints.source import end_ids
 from fathomlm.checkpoints.writing import check_room, whole_file
 from fathomlm.depth import Architecture, DepthPlan, Step
 from fathomlm.errors import OptionError, UnsupportedModel, choices

@@ -18,12 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fathomlm.checkpoints.assemble import ModelBase
+from fathomlm.checkpoints.assemble import BaseCheckpoint, ModelBase
 from fathomlm.checkpoints.huggingface import read_config
 from fathomlm.checkpoints.locate import locate
 from fathomlm.checkpoints.native import is_native
 from fathomlm.checkpoints.resolve import describe, load, open_base
-from fathomlm.checkpoints.source import BaseCheckpoint
 from fathomlm.checkpoints.tying import WEIGHTS_ONLY, starting_layers
 from fathomlm.depth import Architecture, DepthPlan, LinearSpec, Relaxation
 from fathomlm.depth.cost import count
