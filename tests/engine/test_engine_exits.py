@@ -17,7 +17,7 @@ from fathomlm.decode.full import generate
 from fathomlm.decode.sampling import Sampling
 from fathomlm.depth import DepthPlan
 from fathomlm.engine.device_state import ENTER
-from fathomlm.engine.drafting import REPEAT, TRIAL, DraftControl
+from fathomlm.engine.drafting import REPEATS, TRIAL, DraftControl
 from fathomlm.engine.engine import Engine
 from fathomlm.engine.kv_pages import page_bytes
 from fathomlm.engine.programs.base import SamplingVariant
@@ -367,17 +367,49 @@ def test_drafting_is_used_where_it_was_measured_to_pay() -> None:
     few = play(control, 2, 40 * TRIAL, {False: 100, True: 180})
     assert few[:TRIAL] == [False] * TRIAL, "first what drafts are compared with"
     assert few[TRIAL : 2 * TRIAL] == [True] * TRIAL
-    assert few.count(False) <= (2 + 40 // REPEAT) * TRIAL
+    assert few.count(False) <= (2 + len(REPEATS)) * TRIAL
     many = play(control, 64, 40 * TRIAL, {False: 180, True: 100})
-    assert many.count(True) <= (1 + 40 // REPEAT) * TRIAL
+    assert many.count(True) <= (1 + len(REPEATS)) * TRIAL
+    long = play(control, 64, 330 * TRIAL, {False: 180, True: 100})
+    assert 1 <= long.count(True) // TRIAL <= 330 // (1 + REPEATS[-1]) + 1, "later the slower way is hardly tried"
     assert play(control, 3, 1, {False: 100, True: 180}) == [True], "as many sequences as before: what is known stays"
 
 
 def test_a_way_that_becomes_slower_is_left() -> None:
     control = DraftControl(skip=2)
     play(control, 8, 20 * TRIAL, {False: 100, True: 150})
-    later = play(control, 8, 20 * REPEAT * TRIAL, {False: 100, True: 60})
+    later = play(control, 8, 20 * REPEATS[-1] * TRIAL, {False: 100, True: 60})
     assert later[-TRIAL:] == [False] * TRIAL or later[-4 * TRIAL :].count(False) >= 2 * TRIAL
+
+
+def test_trials_go_on_where_other_numbers_of_sequences_come_between() -> None:
+    """Requests of a few bursts, whose number changes before a trial ends."""
+    control, chosen = DraftControl(), []
+    for _ in range(30 * TRIAL):
+        chosen += play(control, 8, 3, {False: 150, True: 100})
+        play(control, 5, 1, {False: 150, True: 100})
+    assert True in chosen[: 3 * TRIAL]
+    assert chosen[3 * TRIAL :].count(True) <= len(REPEATS) * TRIAL
+
+
+def test_a_first_trial_that_was_misled_is_made_up_for() -> None:
+    control = DraftControl()
+    play(control, 8, TRIAL, {False: 10, True: 60})  # something else had the device
+    later = play(control, 8, 40 * TRIAL, {False: 100, True: 60})
+    assert later.count(True) <= (2 * REPEATS[0] + REPEATS[1]) * TRIAL
+    assert later[-8 * TRIAL :].count(True) <= TRIAL
+
+
+def test_a_burst_in_which_steps_were_captured_is_not_measured() -> None:
+    setting = exiting("vanilla", "speculative", threshold=0.0, max_stack=3)
+    engine = Engine(model("vanilla"), exiting=setting, **(SMALL | {"max_length": 96}))
+    noted: list[int] = []
+    control = DraftControl()
+    control.note = lambda tokens, seconds: noted.append(tokens)  # type: ignore[method-assign]
+    for captures in (0, 1, 2, 2, 2, 3):
+        engine.runner.captures = captures
+        engine._decide(control, False)
+    assert len(noted) == 2
 
 
 def test_an_engine_that_decides_by_itself_says_the_same() -> None:

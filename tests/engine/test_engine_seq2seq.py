@@ -30,6 +30,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 NEW = 8
 SOURCES = [[5, 9, 2, 7, 11, 3], [8, 8, 1], [4, 3, 2, 6, 10, 12, 14, 9, 1], [7], [20, 6, 6, 18, 1], [5, 9, 2, 7, 1]]
 SMALL: dict[str, Any] = {"page_size": 4, "batch_size": 3, "max_length": 20, "max_source": 12}
+GATED = {"gated": True, "activation": "gelu_tanh"}
 EXITS = {**SMALL, "max_sequences": 5}
 PLANS = {
     "vanilla": DepthPlan.vanilla(4),
@@ -37,13 +38,16 @@ PLANS = {
     "loops, lora": DepthPlan.build("cycle", 3, 6),
     "loops, shared": DepthPlan.build("cycle", 2, 4).with_kv("share"),
     "middle": DepthPlan.build("middle-cycle", 2, 6),
+    "gated": DepthPlan.vanilla(4),
+    "gated loops": DepthPlan.build("cycle", 2, 4),
+    "gated loops, lora": DepthPlan.build("cycle", 2, 4),
 }
 
 
 @cache
 def model(name: str) -> FathomForSeq2SeqLM:
     relaxation = build_relaxation(LINEARS, "lora", 2) if name.endswith("lora") else None
-    return encoder_model(PLANS[name], relaxation)
+    return encoder_model(PLANS[name], relaxation, **(GATED if name.startswith("gated") else {}))
 
 
 @cache
@@ -105,6 +109,32 @@ def test_exits(name: str, layers: tuple[int, ...], mode: Any, shares: bool) -> N
         assert [r.depths for r in results] == [w.exit_layers for w in wanted]
     else:
         assert 0 < engine.totals.accepted <= engine.totals.drafted
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [(name, mode) for name in ("gated", "gated loops") for mode in ("full", "parallel", "state-copy", "speculative")]
+    + [("gated loops, lora", "full"), ("gated loops, lora", "parallel")],
+)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_fused_layers_say_the_same(name: str, mode: Any, rows: int) -> None:
+    """The kernels' plain twins: relative positions, attention over the source, other gates than silu."""
+    setting = None
+    if mode != "full":
+        setting = Exiting(mode=mode, exit_layers=(2,), threshold=threshold(name, (2,)))
+    wanted = generate(model(name), SOURCES, max_new_tokens=NEW, exiting=setting, ignore_eos=True)
+    sizes = SMALL | {"batch_size": rows, "max_sequences": rows}
+    engine = Engine(model(name), exiting=setting, always_draft=True, fuse=True, **sizes)
+    assert engine.runner.layers.fused
+    results = engine.generate(SOURCES, max_new_tokens=NEW, ignore_eos=True)
+    assert [r.tokens for r in results] == [w.tokens for w in wanted]
+
+
+def test_what_kernels_for_rows_do_not_know_runs_in_blocks() -> None:
+    assert not Engine(model("vanilla"), fuse=True, **SMALL).runner.layers.fused, "a feed-forward half without a gate"
+    routed = encoder_model(DepthPlan.build("middle-cycle", 2, 6).with_routing(build_routing("expert", 2)), **GATED)
+    engine = Engine(routed, fuse=True, **(SMALL | {"max_sequences": 5}))
+    assert not engine.runner.layers.fused, "entries that are not as many positions back"
 
 
 @pytest.mark.parametrize("mode", ["full", "parallel", "state-copy", "speculative"])

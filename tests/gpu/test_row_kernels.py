@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fathomlm.kernels import attention_blocks, grouped_lora, paged_attention, paged_write, qkv_attention, row_linear, row_qkv
+from fathomlm.kernels.gates import GATES
 from fathomlm.kernels.row_blocks import Blocks
 from kernels.row_cases import NEAR, Pages, angles, near, near_many, some_slots
 
@@ -65,6 +66,9 @@ def test_products_of_a_layer(dtype: torch.dtype, rows: int, shape: str) -> None:
     row_linear.norm_gated(x, both, EPS, out=out)
     wanted = row_linear.plain_norm_gated(x.float(), both.float(), EPS)
     near_many(out, wanted, dtype, rows)
+    for activation in GATES:
+        wanted = row_linear.plain_norm_gated(x.float(), both.float(), EPS, activation=activation)
+        near_many(row_linear.norm_gated(x, both, EPS, activation=activation), wanted, dtype, rows)
     space = row_linear.SplitSpace.build(rows, M, CUDA)
     for given, wide in ((gated, down), (x[:, : H * D], weight(M, H * D, dtype))):
         wanted = row_linear.plain_add_linear(x.float(), given.float(), wide.float())
@@ -190,6 +194,20 @@ def test_attention_over_a_tree(dtype: torch.dtype, splits: int) -> None:
     wide = (pages.k.float(), pages.v.float(), pages.table, pages.lengths)
     wanted = paged_attention.plain_paged_attention(q.float(), *wide, D**-0.5, bits_N=bits)
     near(fast, wanted, dtype, atol=max(2e-4, 4 * NEAR[dtype]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("splits", [1, 4])
+def test_attention_with_relative_positions(dtype: torch.dtype, splits: int) -> None:
+    H, G, D = HEADS[2]
+    bias = random(40, H, dtype=torch.float32).to(dtype)
+    for rows in (1, 3, 51):
+        pages = Pages.build(lambda *s: random(*s, dtype=dtype), some_lengths(rows), G, D, PAGE, spare=40)
+        q = random(rows, H, D, dtype=dtype)
+        fast = paged_attention.paged_attention(q, *pages, D**-0.5, splits=splits, bias_DH=bias)
+        wide = (pages.k.float(), pages.v.float(), pages.table, pages.lengths)
+        wanted = paged_attention.plain_paged_attention(q.float(), *wide, D**-0.5, bias_DH=bias.float())
+        near(fast, wanted, dtype, atol=max(2e-4, 4 * NEAR[dtype]))
 
 
 @pytest.mark.parametrize(

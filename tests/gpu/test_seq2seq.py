@@ -106,8 +106,9 @@ def spoken(name: str, mode: str) -> tuple[FathomForSeq2SeqLM, Exiting | None]:
 
 @pytest.mark.parametrize(
     ("name", "mode", "compiled"),
-    [(name, mode, False) for name in ("vanilla", "loops, lora") for mode in MODES]
-    + [("vanilla", "full", True), ("vanilla", "speculative", True), ("loops, lora", "parallel", True)],
+    [(name, mode, False) for name in ("vanilla", "loops, lora", "gated") for mode in MODES]
+    + [("vanilla", "full", True), ("vanilla", "speculative", True), ("loops, lora", "parallel", True)]
+    + [("gated", "full", True), ("gated", "parallel", True), ("gated loops, lora", "speculative", False)],
 )
 def test_the_engine_says_what_the_reference_says(name: str, mode: str, compiled: bool) -> None:
     """Eight sources at once, then one after the other: captured decode steps, in float32 as on a CPU."""
@@ -122,6 +123,7 @@ def test_the_engine_says_what_the_reference_says(name: str, mode: str, compiled:
             on_gpu, exiting=setting, compile=compiled, always_draft=True, page_size=16, max_length=20, max_source=12,
             batch_size=rows * waits, max_sequences=rows, memory=10**6,
         )  # fmt: skip
+        assert engine.runner.layers.fused == name.startswith("gated")
         work = [sources] if rows == 8 else [[source] for source in sources]
         results = [r for some in work for r in engine.generate(some, max_new_tokens=NEW, ignore_eos=True)]
         assert [r.tokens for r in results] == [w.tokens for w in wanted]

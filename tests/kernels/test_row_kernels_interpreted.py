@@ -26,6 +26,7 @@ from fathomlm.kernels import (
     row_qkv,
     wide_rows,
 )
+from fathomlm.kernels.gates import GATES
 from fathomlm.kernels.quantized import GPU_KINDS, Kind, QuantizedWeight
 from fathomlm.kernels.row_blocks import Blocks, share_of
 from fathomlm.kernels.triton_here import triton
@@ -79,6 +80,17 @@ def test_norm_gated(rows: int) -> None:
     for blocks in (None, Blocks(8, 64), Blocks(32, 32)):
         fast = row_linear._triton_norm_gated(x, both, 1e-5, blocks=blocks)
         torch.testing.assert_close(fast, row_linear.plain_norm_gated(x, both, 1e-5), **NEAR)
+
+
+@pytest.mark.parametrize("activation", GATES)
+@pytest.mark.parametrize("rows", [1, 5])
+def test_other_gates(activation: str, rows: int) -> None:
+    random = randoms()
+    x, both = random(rows, 72), random(2 * 21, 72, std=0.4)
+    wanted = row_linear.plain_norm_gated(x, both, 1e-5, activation=activation)
+    torch.testing.assert_close(row_linear._triton_norm_gated(x, both, 1e-5, activation=activation), wanted, **NEAR)
+    fast = wide_rows.wide_norm_gated(x, both, 1e-5, None, activation=activation)
+    torch.testing.assert_close(fast, wanted, **NEAR)
 
 
 @pytest.mark.parametrize("rows", [1, 17, 70])
@@ -216,6 +228,20 @@ def test_paged_attention_from_a_start_of_its_own(splits: int) -> None:
         blocks = attention_blocks.AttentionBlocks(entries)
         fast = row_attention.attend_rows(q, *pages, 0.3, splits=splits, blocks=blocks, starts_N=starts)
         torch.testing.assert_close(fast, wanted, **NEAR)
+
+
+@pytest.mark.parametrize(("heads", "groups"), [(6, 6), (6, 2)])
+@pytest.mark.parametrize("splits", [1, 3])
+def test_paged_attention_with_relative_positions(heads: int, groups: int, splits: int) -> None:
+    """By how many entries back; those farther than the table reaches gain what its last row says, a prefix nothing."""
+    random, lengths = randoms(), [0, 9, 10, 16, 70, 33]
+    q, pages, bias = random(6, heads, 16), Pages.build(random, lengths, groups, 16, page=8), random(20, heads)
+    for way in ({}, {"window": 5}, {"prefix": attention_blocks.PrefixSpan(2, 8)}):
+        wanted = paged_attention.plain_paged_attention(q, *pages, 1.0, bias_DH=bias, **way)  # type: ignore[arg-type]
+        for entries, ahead in ((16, False), (32, True)):
+            blocks = attention_blocks.AttentionBlocks(entries, ahead=ahead)
+            fast = row_attention.attend_rows(q, *pages, 1.0, splits=splits, blocks=blocks, bias_DH=bias, **way)  # type: ignore[arg-type]
+            torch.testing.assert_close(fast, wanted, **NEAR)
 
 
 PREFIXES = [(0, 8), (5, 8), (3, 40), (30, 32)]

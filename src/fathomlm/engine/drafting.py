@@ -12,66 +12,66 @@ from dataclasses import dataclass, field
 
 TRIAL = 8
 """Bursts that are measured at a time."""
-REPEAT = 32
-"""Trials of the faster way for each of the slower: trying costs at most a 33rd of the difference."""
+REPEATS = (8, 16, 32)
+"""Trials of the faster way in front of each of the slower: the first may have been misled, and later ones cost at most a
+33rd of the difference."""
 SMOOTHING = 0.5
 """The weight of the last trial in what is known of a way."""
 
 
 @dataclass(slots=True)
 class _Known:
-    """What is known for about as many sequences."""
+    """What is known for about as many sequences, and the trial under way. A trial may be interrupted by other numbers of
+    sequences, and goes on when these come again: short requests would otherwise never end one."""
 
+    drafts: bool = False
+    bursts: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
     rates: dict[bool, float] = field(default_factory=dict)
     """Tokens per second, with drafts and without."""
     trials: int = 0
     """Of the faster way, since the other was tried."""
+    tried: int = 0
+    """How often the slower way was tried again."""
+
+    def learn(self) -> None:
+        """End the trial, and choose for the next."""
+        rate, before = self.tokens / max(self.seconds, 1e-9), self.rates.get(self.drafts)
+        self.rates[self.drafts] = rate if before is None else before + SMOOTHING * (rate - before)
+        self.bursts, self.tokens, self.seconds = 0, 0, 0.0
+        if len(self.rates) < 2:
+            self.drafts = not self.drafts
+            return
+        faster = self.rates[True] >= self.rates[False]
+        self.trials += faster == self.drafts
+        again = self.trials >= REPEATS[min(self.tried, len(REPEATS) - 1)]
+        self.drafts = not faster if again else faster
+        if again:
+            self.trials, self.tried = 0, self.tried + 1
 
 
 class DraftControl:
     def __init__(self, skip: int = 0) -> None:
         """`skip` is how many bursts after a change still show what was before: the device runs ahead of the host."""
         self._known: dict[int, _Known] = {}
-        self._skip = skip
-        self._drafts = False
-        self._bucket = -1
-        self._bursts = self._tokens = 0
-        self._seconds = 0.0
+        self._now = _Known()
+        self._skip, self._unsure = skip, 0
 
     def choose(self, running: int) -> bool:
-        """Whether the next burst drafts."""
-        bucket = running.bit_length()
-        if bucket != self._bucket:
-            self._bucket = bucket
-            self._begin()
-        elif self._bursts - self._skip >= TRIAL:
-            self._learn()
-            self._begin()
-        return self._drafts
+        """Whether the next burst drafts. Without drafts first: what they are compared with."""
+        before, self._now = self._now.drafts, self._known.setdefault(running.bit_length(), _Known())
+        if self._now.bursts >= TRIAL:
+            self._now.learn()
+        if self._now.drafts != before:
+            self._unsure = self._skip
+        return self._now.drafts
 
     def note(self, tokens: int, seconds: float) -> None:
-        """What came between two bursts; not where prompts were read in between."""
-        self._bursts += 1
-        if self._bursts > self._skip:
-            self._tokens += tokens
-            self._seconds += seconds
-
-    def _learn(self) -> None:
-        known = self._known.setdefault(self._bucket, _Known())
-        rate, before = self._tokens / max(self._seconds, 1e-9), known.rates.get(self._drafts)
-        known.rates[self._drafts] = rate if before is None else before + SMOOTHING * (rate - before)
-        known.trials += 1
-
-    def _begin(self) -> None:
-        """Choose for the next trial."""
-        known = self._known.setdefault(self._bucket, _Known())
-        before, rates = self._drafts, known.rates
-        if len(rates) < 2:
-            self._drafts = False in rates  # without drafts first: what they are compared with
-        else:
-            faster = rates[True] >= rates[False]
-            again = known.trials >= REPEAT
-            self._drafts = not faster if again else faster
-            known.trials = 0 if again else known.trials
-        self._tokens, self._seconds = 0, 0.0
-        self._bursts = 0 if self._drafts != before else self._skip
+        """What came between two bursts; not where prompts were read or steps were captured in between."""
+        if self._unsure:
+            self._unsure -= 1
+            return
+        self._now.bursts += 1
+        self._now.tokens += tokens
+        self._now.seconds += seconds

@@ -101,7 +101,7 @@ class Engine:
         self._drafting: DraftControl | None = None
         if drafts and not self.options.always_draft:
             self._drafting = DraftControl(skip=sizes.lag)
-        self._last_burst = (0, 0.0)
+        self._last_burst = (0, 0.0, 0)
         program = self.runner.program
         self._chosen: ChosenPasses | None = None
         if isinstance(program, ExitProgram) and program.chooses and sizes.max_sequences == 1:
@@ -320,11 +320,11 @@ class Engine:
 
     def _decide(self, drafting: DraftControl, prefilled: bool) -> bool:
         """Whether this burst drafts. What came since the one before tells how fast that way is."""
-        tokens, now = self.totals.tokens, time.perf_counter()
-        before, then = self._last_burst
-        if not prefilled and then:
+        tokens, now, captures = self.totals.tokens, time.perf_counter(), self.runner.captures
+        before, then, captured = self._last_burst
+        if not prefilled and then and captures == captured:
             drafting.note(tokens - before, now - then)
-        self._last_burst = (tokens, now)
+        self._last_burst = (tokens, now, captures)
         return drafting.choose(self.scheduler.running)
 
     def _prefill(self, chunks: abc.Sequence[PrefillChunk]) -> None:

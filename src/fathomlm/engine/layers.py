@@ -4,6 +4,7 @@ Three ways to run a layer that agree but for rounding. `fused` multiplies with p
 rows, for layers with a norm before each half, and perhaps one behind it (Ouro); what a step adds to its layer is merged
 into weights of its own. `quantized` runs layers of the first kind in one call on a CPU, where their weights are integers.
 `blocks` runs the model's own modules, whatever their family, and asks only attention to look into pages.
+Layers that attend to an encoder's output are `fused`, too, where every token has an entry for each of its steps.
 On a CPU rows that stand for nothing are left out of every pass.
 
 Shapes: N rows, M hidden width, D head width, H query heads, P positions.
@@ -36,6 +37,7 @@ from fathomlm.kernels.row_linear import RowWeight, SplitSpace, add_linear, norm_
 from fathomlm.kernels.row_qkv import norm_qkv_rope_write
 from fathomlm.kernels.wide_rows import MANY_ROWS
 from fathomlm.model.blocks import Block, StepContext
+from fathomlm.model.blocks.step_context import CrossRows
 from fathomlm.model.decoder import Decoder
 
 
@@ -47,6 +49,8 @@ class Scratch:
     attention: Tensor
     arrived: Tensor
     splits: int
+    source_splits: int
+    """Programs that share a row's source."""
 
 
 class PagedLayers:
@@ -75,8 +79,9 @@ class PagedLayers:
         weight = decoder.embed.weight
         self.device, self.dtype = weight.device, weight.dtype
         wanted = self.device.type == "cuda" if fuse is None else fuse
-        merge = merge and decoder.plan.routing is None  # a routed model's rows of all recursions share a pass
-        plain = wanted and not decoder.encodings and decoder.inject is None
+        routed = decoder.plan.routing is not None
+        merge = merge and not routed  # a routed model's rows of all recursions share a pass
+        plain = wanted and not decoder.encodings and decoder.inject is None and not (routed and decoder.relative is not None)
         self.packed = decoder.pack_rows(own, merge=merge) if plain else {}
         self.fused = bool(self.packed)
         self.merged = self.fused and bool(decoder.deltas)
@@ -350,6 +355,7 @@ class PagedLayers:
                 F.pad(attention.lengths_N, (0, 1)), planes=attention.planes,
                 bits_N=None if attention.bits_N is None else F.pad(attention.bits_N, (0, 1)),
                 starts={windows: F.pad(starts_N, (0, 1)) for windows, starts_N in attention.starts.items()},
+                source=None if attention.source is None else attention.source.rows(torch.zeros_like(positions_N).expand(2)),
             )  # fmt: skip
             twice = None if recursion_N is None else recursion_N.expand(2)
             return self._fused(x_NM.repeat(2, 1), steps, both, positions_N.expand(2), twice)[:1]
@@ -369,19 +375,34 @@ class PagedLayers:
             eps, starts_N = a.norm_eps, attention.starts.get(windows)
             entrance = (x_NM, qkv_WM, eps, a.heads, groups, cos_ND, sin_ND, k_pages, v_pages, attention.slot_mapping_N)
             seen = (attention.table_NP, attention.lengths_N, a.scale, windows[0], scratch.splits, scratch.attention)
-            if TAKES_PRODUCT and attention.apart and not reads:
+            if TAKES_PRODUCT and attention.apart and not reads and self._bias_DH is None:
                 ahead = self._ahead(step, steps[number + 1 : number + 2], attention) if windows == (None,) else None
                 mixed_NHD = norm_qkv_attend(*entrance, *seen, scratch.arrived, starts_N=starts_N, ahead=ahead)
             else:
                 q_NHD = norm_qkv_rope_write(*entrance)
                 mixed_NHD = paged_attention(
                     q_NHD, k_pages, v_pages, *seen, sequence_N=attention.sequence_N, arrived=scratch.arrived,
-                    bits_N=attention.bits_N, starts_N=starts_N,
+                    bits_N=attention.bits_N, starts_N=starts_N, bias_DH=self._bias_DH,
                 )  # fmt: skip
             self._add(x_NM, mixed_NHD.flatten(1), packed.o_MW, packed.after_attn_M, scratch.sums)
-            inner_NI = norm_gated(x_NM, packed.both_2IM, eps)
+            if packed.cross is not None:
+                self._add_source(x_NM, step, packed.cross, attention.source, scratch)
+            inner_NI = norm_gated(x_NM, packed.both_2IM, eps, activation=packed.activation)
             self._add(x_NM, inner_NI, packed.down_MI, packed.after_mlp_M, scratch.sums)
         return x_NM
+
+    def _add_source(
+        self, x_NM: Tensor, step: Step, cross: CrossRows, source: AttentionMetadata | None, scratch: Scratch
+    ) -> None:
+        """What rows find in their sources."""
+        assert source is not None, "rows of a decoder with an encoder have sources"
+        a = self.architecture
+        q_NHD = norm_linear(x_NM, cross.q_WM, a.norm_eps).view(len(x_NM), a.heads, a.head_dim)
+        mixed_NHD = paged_attention(
+            q_NHD, *self.pages.at(0, step.index, source.planes), source.table_NP, source.lengths_N, a.scale, None,
+            scratch.source_splits, scratch.attention, arrived=scratch.arrived,
+        )  # fmt: skip
+        add_linear(x_NM, mixed_NHD.flatten(1), cross.o_MW, out=x_NM, space=scratch.sums)
 
     def _ahead(self, step: Step, then: Sequence[Step], attention: AttentionMetadata) -> Ahead | None:
         """What the next step reads, where rows have it in the same pages."""
@@ -476,13 +497,17 @@ class PagedLayers:
         rows = 1 << (rows - 1).bit_length()  # reading asks for any number of rows: a few sizes serve them all
         if rows not in self._scratch:
             a = self.architecture
-            splits = choose_splits(rows, a.kv_heads, self.max_length) if self.device.type == "cuda" else 1
-            room = workspace_size(rows, a.heads, a.head_dim, splits)
+            source = 0 if self.sources is None else self.sources.table_SP.shape[1] * self.pages.page_size
+            splits, source_splits = (
+                choose_splits(rows, a.kv_heads, most) if self.device.type == "cuda" else 1
+                for most in (self.max_length, source)
+            )
+            room = workspace_size(rows, a.heads, a.head_dim, max(splits, source_splits))
             few = rows < MANY_ROWS or self.dtype.itemsize > 2  # a library multiplies many rows, and needs no room of ours
             space = SplitSpace.build(rows if few else 0, a.hidden, self.device)
             workspace = torch.empty(room, dtype=torch.float32, device=self.device)
             arrived = torch.zeros(rows * a.kv_heads, dtype=torch.int32, device=self.device)
-            self._scratch[rows] = Scratch(space, workspace, arrived, splits)
+            self._scratch[rows] = Scratch(space, workspace, arrived, splits, source_splits)
         return self._scratch[rows]
 
 

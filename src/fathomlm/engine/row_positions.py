@@ -46,6 +46,9 @@ class RowPositions:
             for turn, rope in ropes.items()
             if rope is not None
         }
+        if not architecture.rotary_dim:  # kernels turn whole heads: by nothing
+            ones_PD = torch.ones(max_length, architecture.head_dim, device=self._device, dtype=dtype)
+            self._tables = {"all": (ones_PD, torch.zeros_like(ones_PD))}
         self._windows: dict[tuple[int, bool], Windows] = {}
         self._turns: dict[tuple[int, bool], Turns] = {}
         self._numbers: dict[Windows, Tensor] = {}

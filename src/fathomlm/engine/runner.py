@@ -142,12 +142,15 @@ class Runner:
             merge=options.merge,
         )  # fmt: skip
         self.program = self._program(ends, exiting, compiled)
-        relative = decoder.architecture.positions == "relative"  # their attention is plain, and dear for rows of nothing
+        # Attention of relative positions is plain outside fused layers, and dear for rows of nothing.
+        relative = decoder.architecture.positions == "relative" and not self.layers.fused
         pads = self._captures and not relative and self.layout.kind != "routed"  # a router asks the device who goes on
         self.short_prefill = CapturedPrefill(
             lambda batch: self.program.prefill(batch), sizes_for(decoder) if pads else (), captures=self._captures
         )
         self._graphs: dict[SamplingVariant, torch.cuda.CUDAGraph] = {}
+        self.captures = 0
+        """How many decode steps were captured, which takes seconds."""
         self._pool: Any = None
         rows = self.program.output.ints_NC.shape[0]
         self._outputs = [
@@ -344,6 +347,7 @@ class Runner:
             self.program.decode_step(variant)
         self._pool = self._pool or graph.pool()
         self._graphs[variant] = graph
+        self.captures += 1
         for tensor, old in zip(before, kept, strict=True):
             tensor.copy_(old)
 

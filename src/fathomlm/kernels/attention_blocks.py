@@ -48,10 +48,10 @@ class AttentionBlocks(NamedTuple):
 
 def attention_blocks(head_dim: int, size: int, programs: int = 0) -> AttentionBlocks:
     """Keys and values of a tile take about 32 KB: three tiles on their way leave room for two programs on a
-    multiprocessor. Where programs are many, smaller ones are quicker, more of which run at once. In float32, where no tensor
-    core helps, tiles are small enough for registers."""
+    multiprocessor. Where programs are many, smaller ones are quicker, more of which run at once. In float32, which takes
+    tensor cores three products, tiles are small enough for registers."""
     if size >= 4:
-        return AttentionBlocks(16, warps=8 if head_dim > 64 else 4, stages=2)
+        return AttentionBlocks(32, warps=8 if head_dim > 64 else 4, stages=2)
     if head_dim <= 64 and programs >= MANY_PROGRAMS * SMS:
         return AttentionBlocks(32, warps=2, stages=4)
     return AttentionBlocks(max(16, min(128, 8192 // triton.next_power_of_2(head_dim))))

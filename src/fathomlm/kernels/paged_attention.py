@@ -56,15 +56,22 @@ def paged_attention(
     """
     if window is None and starts_N is None and bias_DH is None and not prefix.first:
         prefix = NO_PREFIX  # entries like any other
-    if triton is not None and q_NHD.is_cuda and bias_DH is None:
-        if sequence_N is not None and q_NHD.element_size() == 2 and len(q_NHD) >= TOGETHER and bits_N is None:
+    by_entries = bias_DH is None or (back_NE is None and bits_N is None)
+    if triton is not None and q_NHD.is_cuda and by_entries:
+        if (
+            bias_DH is None
+            and sequence_N is not None
+            and q_NHD.element_size() == 2
+            and len(q_NHD) >= TOGETHER
+            and bits_N is None
+        ):
             return prefill_attention(
                 q_NHD, k_pages, v_pages, table_NP, lengths_N, sequence_N, scale, window, k_scale, v_scale, out,
                 starts_N=starts_N, prefix=prefix,
             )  # fmt: skip
         return attend_rows(
             q_NHD, k_pages, v_pages, table_NP, lengths_N, scale, window, splits, workspace, k_scale, v_scale, out, arrived,
-            bits_N=bits_N, starts_N=starts_N, prefix=prefix,
+            bits_N=bits_N, starts_N=starts_N, prefix=prefix, bias_DH=bias_DH,
         )  # fmt: skip
     return plain_paged_attention(
         q_NHD, k_pages, v_pages, table_NP, lengths_N, scale, window, k_scale=k_scale, v_scale=v_scale, out=out,

@@ -86,12 +86,12 @@ if triton is not None:
                         page = page_numbers(row_table, at + tile, columns, PAGE)
                         outside = tl.maximum(outside, (page > last).to(tl.int32))
                     k, v = _entries(k_ptr, v_ptr, page, at + tile, True, last, G, group, D, WIDE, PAGE, False)
-                    scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * score_scale
+                    scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="tf32x3") * score_scale
                     higher = tl.maximum(most, tl.max(scores, 1))
                     shrink = tl.exp2(most - higher)
                     p = tl.exp2(scores - higher[:, None])
                     weight = weight * shrink + tl.sum(p, 1)
-                    mixed = tl.dot(p.to(q.dtype), v.to(q.dtype), mixed * shrink[:, None], input_precision="ieee")
+                    mixed = tl.dot(p.to(q.dtype), v.to(q.dtype), mixed * shrink[:, None], input_precision="tf32x3")
                     most = higher
                 wrong = wrong | (tl.max(outside, 0) > 0)
             if AHEAD:
@@ -119,14 +119,14 @@ if triton is not None:
                     sees = sees & (front[None, :] | own)
                 elif WINDOW != 0:
                     sees = sees & (entry[None, :] >= low[:, None])
-                scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * score_scale
+                scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="tf32x3") * score_scale
                 scores = tl.where(sees, scores, float("-inf"))
                 higher = tl.maximum(most, tl.max(scores, 1))
                 base = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen nothing yet
                 shrink = tl.exp2(most - base)
                 p = tl.exp2(scores - base[:, None])
                 weight = weight * shrink + tl.sum(p, 1)
-                mixed = tl.dot(p.to(q.dtype), v.to(q.dtype), mixed * shrink[:, None], input_precision="ieee")
+                mixed = tl.dot(p.to(q.dtype), v.to(q.dtype), mixed * shrink[:, None], input_precision="tf32x3")
                 most = higher
             if AHEAD:
                 wrong = wrong | (mine & any_outside(row_table, from_, end, last, columns, PAGE, 128))

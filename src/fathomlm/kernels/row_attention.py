@@ -124,13 +124,14 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=["pages", "columns", "slots"])  # type: ignore[untyped-decorator,unused-ignore]
     def _attention_kernel(  # type: ignore[no-untyped-def]
-        q_ptr, q_stride, k_ptr, v_ptr, table_ptr, table_stride, lengths_ptr, bits_ptr, starts_ptr, out_ptr, partial_ptr,
-        extent_ptr, arrived_ptr, x_ptr, x_stride, cos_ptr, cos_stride, sin_ptr, sin_stride, slots_ptr,
+        q_ptr, q_stride, k_ptr, v_ptr, table_ptr, table_stride, lengths_ptr, bits_ptr, starts_ptr, bias_ptr, out_ptr,
+        partial_ptr, extent_ptr, arrived_ptr, x_ptr, x_stride, cos_ptr, cos_stride, sin_ptr, sin_stride, slots_ptr,
         k_next_ptr, v_next_ptr, score_scale, k_scale, v_scale, eps, H, G, pages, columns, slots,
         D: tl.constexpr, WIDE: tl.constexpr, PER_GROUP: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr,
         BLOCK: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
         BITS: tl.constexpr, AHEAD: tl.constexpr, BESIDE: tl.constexpr, TURNS: tl.constexpr, DEPTH: tl.constexpr,
         DEEP: tl.constexpr, LARGEST: tl.constexpr, FETCHES: tl.constexpr, SKIP: tl.constexpr, PREFIX: tl.constexpr,
+        FARTHEST: tl.constexpr,
     ):  # fmt: skip
         let_next_start(EARLY)
         wait_for_last(EARLY)
@@ -213,13 +214,18 @@ if triton is not None:
             there = seen[:, None] if whole else seen[:, None] & (column < D)
             k = tl.load(k_ptr + place, mask=there, other=0.0).to(q.dtype)
             v = tl.load(v_ptr + place, mask=there, other=0.0).to(q.dtype)
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * score_scale
+            scores = tl.dot(q, tl.trans(k), input_precision="tf32x3") * score_scale
+            if FARTHEST > 0:
+                far = tl.minimum(tl.maximum(length - 1 - entry, 0), FARTHEST - 1)[None, :]
+                adds = (head < PER_GROUP) & (seen & (entry >= PREFIX))[None, :]
+                bias = tl.load(bias_ptr + far * H + group * PER_GROUP + head, mask=adds, other=0.0)
+                scores += bias.to(q.dtype).to(tl.float32) * 1.4426950408889634  # scores are in powers of two
             scores = tl.where(seen[None, :], scores, float("-inf"))
             higher = tl.maximum(most, tl.max(scores, 1))  # never -inf: every tile has an entry that is seen
             shrink = tl.exp2(most - higher)
             p = tl.exp2(scores - higher[:, None])
             weight = weight * shrink + tl.sum(p, 1)
-            mixed = tl.dot(p.to(q.dtype), v, mixed * shrink[:, None], input_precision="ieee")
+            mixed = tl.dot(p.to(q.dtype), v, mixed * shrink[:, None], input_precision="tf32x3")
             most = higher
         if FETCHES > 0 and (group == 0) & (part == 0):
             fetch_ahead(k_next_ptr, v_next_ptr, table_ptr, stored, last, columns, PAGE * G * D, PAGE, FETCHES, 32)
@@ -263,12 +269,14 @@ if triton is not None:
         k_scale: float = 1.0, v_scale: float = 1.0, out: Tensor | None = None, arrived: Tensor | None = None,
         blocks: AttentionBlocks | None = None, bits_N: Tensor | None = None, entrance: Entrance | None = None,
         early: bool = False, starts_N: Tensor | None = None, ahead: Ahead | None = None, prefix: PrefixSpan = NO_PREFIX,
+        bias_DH: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """`paged_attention`. With an `entrance`, queries are the first heads of a product's rows, which is in front of this
         kernel: `early` as in `launch_behind`."""
         (N, H, D), (page, G) = q_NHD.shape, k_pages.shape[1:3]
         assert all(each is None or each.is_contiguous() for each in (bits_N, starts_N))
-        assert entrance is None or (bits_N is None and not prefix.end)
+        assert entrance is None or (bits_N is None and bias_DH is None and not prefix.end)
+        assert bias_DH is None or (bias_DH.is_contiguous() and bias_DH.shape[1] == H)
         out = q_NHD.new_empty(N, H, D) if out is None else out
         size = workspace_size(N, H, D, splits)
         if workspace is None:
@@ -293,15 +301,16 @@ if triton is not None:
         wide, extent = max(16, triton.next_power_of_2(D)), workspace[N * H * splits * D :]
         _attention_kernel[(G, N, splits) if b.beside else (N, G, splits)](
             q_NHD, q_NHD.stride(0), k_pages, v_pages, table_NP, table_NP.stride(0), lengths_N,
-            lengths_N if bits_N is None else bits_N, lengths_N if starts_N is None else starts_N, out, workspace, extent,
-            arrived, x, x.stride(0), cos, cos.stride(0), sin, sin.stride(0), entrance.slots_N, ahead.k_pages,
+            lengths_N if bits_N is None else bits_N, lengths_N if starts_N is None else starts_N,
+            out if bias_DH is None else bias_DH, out, workspace, extent, arrived,
+            x, x.stride(0), cos, cos.stride(0), sin, sin.stride(0), entrance.slots_N, ahead.k_pages,
             ahead.v_pages, scale * k_scale * math.log2(math.e), k_scale, v_scale, entrance.eps, H, G, len(k_pages),
             table_NP.shape[1], slot_count(k_pages), D=D, WIDE=wide, PER_GROUP=H // G,
             HEADS=max(16, triton.next_power_of_2(H // G)), PAGE=page, BLOCK=b.entries,
             WINDOW=(window or 0) if starts_N is None else -1, SPLITS=splits, PARTS=triton.next_power_of_2(splits),
             BITS=0 if bits_N is None else BITS, AHEAD=b.ahead, BESIDE=int(b.beside), TURNS=turns, DEPTH=depth,
             DEEP=triton.next_power_of_2(depth), LARGEST=LARGEST_FLOAT8, FETCHES=ahead.entries, SKIP=prefix.first,
-            PREFIX=prefix.end, num_warps=b.warps, num_stages=b.stages,
+            PREFIX=prefix.end, FARTHEST=0 if bias_DH is None else len(bias_DH), num_warps=b.warps, num_stages=b.stages,
             **(launch_behind(early) if turns else early_launch(N)),
         )  # fmt: skip
         return out

@@ -30,7 +30,7 @@ ONE_ROW = 2
 """Rows of the weight that a program takes where one row alone is multiplied: many small programs hide latency best, also
 where an entry is one byte (four rows of int8: 9 to 20 % slower)."""
 WARP_HOLDS, WHOLE_ROWS = 5120, 24_576
-"""Entries of the weight that one warp can have on their way at once, and four."""
+"""Entries of a 16-bit weight that one warp can have on their way at once, and four."""
 LARGE = 80_000_000
 """Bytes of a weight from which one row's programs last long enough to be made larger: fewer of them are started."""
 
@@ -52,13 +52,13 @@ class Blocks(NamedTuple):
 def row_block(rows: int, size: int = 2, *, narrow: bool = False) -> int:
     """Rows of a tile, entries of `size` bytes. 64 is what a Hopper tensor core multiplies at once without taking them into
     registers, and as quick for few rows as for many; more rows take several tiles. A `narrow` weight, of one byte an entry,
-    is in registers anyway, where it is widened: fewer rows then keep to the instructions that multiply from there. Float32
-    is multiplied without tensor cores: the fewest that hold them all. One row is summed directly."""
-    if size < 4 and rows == 1:
+    is in registers anyway, where it is widened: fewer rows then keep to the instructions that multiply from there. So does
+    float32, whose products are three of a tensor core's. One row is summed directly."""
+    if rows == 1:
         return 1
     if size < 4 and not narrow:
         return 64
-    return 16 if rows <= 16 else 32 if rows <= 32 or narrow else 64
+    return 16 if rows <= 16 else 32
 
 
 def product_blocks(rows: int, width: int, depth: int, size: int, *, weights: int = 1, splits: bool = False) -> Blocks:
@@ -67,26 +67,26 @@ def product_blocks(rows: int, width: int, depth: int, size: int, *, weights: int
     The widest tile that still gives every other multiprocessor a program. With `splits`, where that leaves multiprocessors
     idle, several programs share a tile's sum, and tiles may be wider still.
     """
-    if rows == 1 and size < 4:
-        return _one_row(weights, weights * width * depth * size, depth)
+    if rows == 1:
+        return _one_row(weights, weights * width * depth * size, depth, size)
     share = 4 if splits else 2
     tile = next((t for t in (64, 32) if share * _programs(width, t // weights) >= SMS), LEAST_NARROW if size == 1 else 16)
     split = _split(_programs(width, tile // weights), depth) if splits else 1
-    if size >= 4:  # what a tile holds then sits in registers
-        return Blocks(16 // weights, 32, stages=2, split=split)
+    if size >= 4:  # what a tile holds then sits in registers, in three parts
+        return Blocks(max(16, tile // 2) // weights, 32, stages=FEWER_STAGES, split=split)
     programs = split * _programs(width, tile // weights)
     stages = FEWER_STAGES if 2 * SMS < programs <= 3 * SMS else MORE_STAGES if tile == 32 and not splits else STAGES
     return Blocks(tile // weights, 128 if size == 1 and depth % 128 == 0 else 64, stages=stages, split=split)
 
 
-def _one_row(weights: int, bytes_: int, depth: int) -> Blocks:
+def _one_row(weights: int, bytes_: int, depth: int, size: int) -> Blocks:
     """A few rows of the weight a program: whole, so that all of it is on its way at once, if registers hold it."""
     rows = ONE_ROW if bytes_ < LARGE or depth % 2048 == 0 else 8
-    if rows * depth > WHOLE_ROWS:
+    if rows * depth * max(size, 2) > 2 * WHOLE_ROWS:
         return Blocks(rows // weights, 512, stages=2)
     below = 1 << (depth.bit_length() - 1)
     block = max(below if 2 * depth <= 3 * below else 2 * below, 16)
-    return Blocks(rows // weights, block, warps=1 if rows * depth <= WARP_HOLDS else 4, stages=2)
+    return Blocks(rows // weights, block, warps=1 if rows * depth * max(size, 2) <= 2 * WARP_HOLDS else 4, stages=2)
 
 
 def share_of(depth: int, split: int) -> int:

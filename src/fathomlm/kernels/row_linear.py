@@ -24,14 +24,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fathomlm.kernels.gates import GATES, gated
 from fathomlm.kernels.half import inverse_rms
 from fathomlm.kernels.quantized import QuantizedWeight, whole_weight
 from fathomlm.kernels.row_blocks import MAX_SPLIT, Blocks, product_blocks, row_block, share_of
-from fathomlm.kernels.swiglu import swiglu
 from fathomlm.kernels.triton_here import early_launch, tl, triton
 from fathomlm.kernels.wide_rows import many_rows
 
 if triton is not None:
+    from fathomlm.kernels.gates import activated
     from fathomlm.kernels.triton_here import let_next_start, wait_for_last
     from fathomlm.kernels.wide_rows import wide_add_linear, wide_linear, wide_norm_gated
 
@@ -98,18 +99,21 @@ def plain_norm_linear(
     return _given(out, product_NW, out_dtype or x_NM.dtype)
 
 
-def norm_gated(x_NM: Tensor, both_2IM: RowWeight, eps: float, out: Tensor | None = None) -> Tensor:
-    """silu(gate) * up (N, I): the upper half of s (x @ both^T) and its lower half, s = 1 / rms(x) for each row."""
+def norm_gated(x_NM: Tensor, both_2IM: RowWeight, eps: float, out: Tensor | None = None, activation: str = "silu") -> Tensor:
+    """act(gate) * up (N, I): the upper half of s (x @ both^T) and its lower half, s = 1 / rms(x) for each row. The
+    activation is one of `GATES`."""
     if many_rows(x_NM):
-        return wide_norm_gated(x_NM, whole_weight(both_2IM, x_NM.dtype), eps, out)
+        return wide_norm_gated(x_NM, whole_weight(both_2IM, x_NM.dtype), eps, out, activation=activation)
     if triton is not None and x_NM.is_cuda:
-        return _triton_norm_gated(x_NM, both_2IM, eps, out)
-    return plain_norm_gated(x_NM, both_2IM, eps, out)
+        return _triton_norm_gated(x_NM, both_2IM, eps, out, activation=activation)
+    return plain_norm_gated(x_NM, both_2IM, eps, out, activation)
 
 
-def plain_norm_gated(x_NM: Tensor, both_2IM: RowWeight, eps: float, out: Tensor | None = None) -> Tensor:
+def plain_norm_gated(
+    x_NM: Tensor, both_2IM: RowWeight, eps: float, out: Tensor | None = None, activation: str = "silu"
+) -> Tensor:
     """The meaning."""
-    return _given(out, swiglu(plain_product(x_NM, both_2IM), inverse_rms(x_NM, eps)), x_NM.dtype)
+    return _given(out, gated(plain_product(x_NM, both_2IM), inverse_rms(x_NM, eps), activation), x_NM.dtype)
 
 
 def add_linear(
@@ -224,11 +228,11 @@ if triton is not None:
                 w = tl.load(w_at + at, mask=inside, other=0.0, eviction_policy=policy)
             if w.dtype == tl.int8:
                 w = _widened(w)
-            total = tl.dot(x, tl.trans(w.to(x.dtype)), total, input_precision="ieee")
+            total = tl.dot(x, tl.trans(w.to(x.dtype)), total, input_precision="tf32x3")
             if NORM and SCALED:
                 squares += x.to(tl.float32) * x.to(tl.float32)
             elif NORM:
-                gram = tl.dot(x, tl.trans(x), gram, input_precision="ieee")
+                gram = tl.dot(x, tl.trans(x), gram, input_precision="tf32x3")
         let_next_start(EARLY)  # not before: programs that wait would take the room of those that are yet to begin
         if SCALED:
             return total * tl.load(scales_ptr + weight_row)[None, :], tl.sum(squares, 1)
@@ -261,7 +265,7 @@ if triton is not None:
     def _norm_gated_kernel(  # type: ignore[no-untyped-def]
         x_ptr, x_stride, weight_ptr, scales_ptr, out_ptr, out_stride, rows, width, eps,
         DEPTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, KEEP: tl.constexpr,
-        SCALED: tl.constexpr, EARLY: tl.constexpr,
+        SCALED: tl.constexpr, GATE: tl.constexpr, EARLY: tl.constexpr,
     ):  # fmt: skip
         row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
         # Gate and up of a column are neighbours in the tile, so that both come out in one thread.
@@ -275,7 +279,7 @@ if triton is not None:
         gate, up = tl.split(tl.reshape(total, (ROWS, COLUMNS, 2)))
         column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         here = (row < rows)[:, None] & (column < width)[None, :]
-        inner = gate * tl.sigmoid(gate) * up
+        inner = activated(gate, GATE) * up
         tl.store(out_ptr + row[:, None] * out_stride + column[None, :], inner.to(out_ptr.dtype.element_ty), mask=here)
 
     @triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator,unused-ignore]
@@ -336,8 +340,9 @@ if triton is not None:
         return out
 
     def _triton_norm_gated(
-        x_NM: Tensor, both_2IM: RowWeight, eps: float, out: Tensor | None = None, blocks: Blocks | None = None
-    ) -> Tensor:
+        x_NM: Tensor, both_2IM: RowWeight, eps: float, out: Tensor | None = None, blocks: Blocks | None = None,
+        activation: str = "silu",
+    ) -> Tensor:  # fmt: skip
         (N, M), width = x_NM.shape, both_2IM.shape[0] // 2
         out = x_NM.new_empty(N, width) if out is None else out
         w = check_rows(both_2IM, x_NM, out)
@@ -346,7 +351,8 @@ if triton is not None:
         grid = (triton.cdiv(N, tall), triton.cdiv(width, b.columns))
         _norm_gated_kernel[grid](
             x_NM, x_NM.stride(0), w.data, w.scales, out, out.stride(0), N, width, eps, DEPTH=M, ROWS=tall, COLUMNS=b.columns,
-            BLOCK=b.depth, KEEP=grid[0] > 1, SCALED=w.narrow, num_warps=b.warps, num_stages=b.stages, **early_launch(N),
+            BLOCK=b.depth, KEEP=grid[0] > 1, SCALED=w.narrow, GATE=GATES[activation], num_warps=b.warps,
+            num_stages=b.stages, **early_launch(N),
         )  # fmt: skip
         return out
 

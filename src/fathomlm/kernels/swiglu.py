@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fathomlm.kernels.gates import gated
 from fathomlm.kernels.half import inverse_rms, norm_backward
 from fathomlm.kernels.norm import rms_norm
 from fathomlm.kernels.triton_here import tl, triton
@@ -46,7 +47,7 @@ class _NormSwigluMlp(torch.autograd.Function):
     def forward(ctx: Any, x_NM: Tensor, eps: float, both_2IM: Tensor, down_MI: Tensor, keep_inner: bool) -> Tensor:
         scale_N1 = inverse_rms(x_NM, eps)
         product_N2I = x_NM @ both_2IM.T
-        inner_NI = swiglu(product_N2I, scale_N1)
+        inner_NI = gated(product_N2I, scale_N1, "silu")
         ctx.save_for_backward(x_NM, scale_N1, product_N2I, both_2IM, down_MI, inner_NI if keep_inner else None)
         out_NM = x_NM.clone()
         add_product_(out_NM, inner_NI, down_MI.T)
@@ -69,12 +70,6 @@ def add_product_(total_NM: Tensor, a_NI: Tensor, b_IM: Tensor) -> None:
     """total += a @ b, in its own place. `addmm` as a function makes the copy by itself; in front of this one it is written
     by the kernel that reads the stream for its norm."""
     torch.addmm(total_NM, a_NI, b_IM, out=total_NM)
-
-
-def swiglu(product_N2I: Tensor, scale_N1: Tensor) -> Tensor:
-    """silu(gate) * up of a product [gate, up] that is still to be scaled token by token."""
-    gate, up = (half.to(scale_N1.dtype) * scale_N1 for half in product_N2I.chunk(2, dim=-1))
-    return (F.silu(gate) * up).to(product_N2I.dtype)
 
 
 def swiglu_backward(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fathomlm.kernels.gates import GATES
 from fathomlm.kernels.paged_write import LARGEST_FLOAT8, slot_count
 from fathomlm.kernels.triton_here import launch_behind, tl, triton
 
@@ -23,6 +24,7 @@ FILLED = 512
 """Rows that fill the device with a program each."""
 
 if triton is not None:
+    from fathomlm.kernels.gates import activated
     from fathomlm.kernels.paged_write import narrow_entry
     from fathomlm.kernels.row_attention import row_inverse_rms
     from fathomlm.kernels.triton_here import wait_for_last
@@ -38,7 +40,7 @@ if triton is not None:
     @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
     def _gate_rows_kernel(  # type: ignore[no-untyped-def]
         x_ptr, x_stride, product_ptr, out_ptr, out_stride, width, eps,
-        DEPTH: tl.constexpr, WIDE: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
+        DEPTH: tl.constexpr, WIDE: tl.constexpr, COLUMNS: tl.constexpr, GATE: tl.constexpr, EARLY: tl.constexpr,
     ):  # fmt: skip
         wait_for_last(EARLY)
         row = tl.program_id(0).to(tl.int64)
@@ -49,7 +51,7 @@ if triton is not None:
             at = product_ptr + row * 2 * width + column
             gate = tl.load(at, mask=here, other=0.0).to(tl.float32) * scale
             up = tl.load(at + width, mask=here, other=0.0).to(tl.float32) * scale
-            inner = gate * tl.sigmoid(gate) * up
+            inner = activated(gate, GATE) * up
             tl.store(out_ptr + row * out_stride + column, inner.to(out_ptr.dtype.element_ty), mask=here)
 
     @triton.jit(do_not_specialize=["slots"])  # type: ignore[untyped-decorator,unused-ignore]
@@ -98,19 +100,21 @@ if triton is not None:
             product_NW = torch.mm(x_NM, weight_WM.T, out_dtype=out_dtype)
         return product_NW if out is None or out is product_NW else out.copy_(product_NW)
 
-    def wide_norm_gated(x_NM: Tensor, both_2IM: Tensor, eps: float, out: Tensor | None, early: bool = False) -> Tensor:
-        return gate_rows(torch.mm(x_NM, both_2IM.T), x_NM, eps, out, early=early)
+    def wide_norm_gated(
+        x_NM: Tensor, both_2IM: Tensor, eps: float, out: Tensor | None, early: bool = False, activation: str = "silu"
+    ) -> Tensor:
+        return gate_rows(torch.mm(x_NM, both_2IM.T), x_NM, eps, out, early=early, activation=activation)
 
     def gate_rows(
         product_N2I: Tensor, x_NM: Tensor, eps: float, out: Tensor | None, block: int = BLOCK, warps: int = 4,
-        early: bool = False,
+        early: bool = False, activation: str = "silu",
     ) -> Tensor:  # fmt: skip
         """What gate and up make of each other, from what the product has left."""
         (N, M), width = x_NM.shape, product_N2I.shape[1] // 2
         out = x_NM.new_empty(N, width) if out is None else out
         _gate_rows_kernel[N, triton.cdiv(width, block) if N < FILLED else 1](
             x_NM, x_NM.stride(0), product_N2I, out, out.stride(0), width, eps, DEPTH=M, WIDE=triton.next_power_of_2(M),
-            COLUMNS=block, num_warps=warps, **launch_behind(early),
+            COLUMNS=block, GATE=GATES[activation], num_warps=warps, **launch_behind(early),
         )  # fmt: skip
         return out
 

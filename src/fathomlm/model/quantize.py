@@ -18,9 +18,9 @@ from fathomlm.kernels.cpu_library import CpuLibrary
 from fathomlm.kernels.half import effective_weight, folded
 from fathomlm.kernels.norm import RMSNorm
 from fathomlm.kernels.quantized import Kind, QuantizedWeight
-from fathomlm.model.blocks import Block
+from fathomlm.model.blocks import Block, CrossBlock
 from fathomlm.model.blocks.feed_forward import FeedForward
-from fathomlm.model.blocks.step_context import PackedRows
+from fathomlm.model.blocks.step_context import CrossRows, PackedRows
 from fathomlm.model.quantized_linear import QuantizedLinear
 from fathomlm.model.stack import LayerStack
 
@@ -85,11 +85,15 @@ def _pack(layer: Block, kind: Kind, name: str) -> None:
             begin += len(weight)
         return whole
 
-    attn, mlp = layer.attn, layer.mlp
+    attn, mlp, cross = layer.attn, layer.mlp, None
+    if isinstance(layer, CrossBlock):  # its keys and values are made of another stream
+        cross = CrossRows(packed(layer.cross, ("q",), layer.norm_cross), packed(layer.cross, ("o",)))
+        packed(layer.cross, ("k",))
+        packed(layer.cross, ("v",))
     layer.rows = PackedRows(
         packed(attn, ("q", "k", "v"), layer.norm_attn), packed(attn, ("o",)),
         packed(mlp, ("gate", "up"), layer.norm_mlp), packed(mlp, ("down",)),
-        *layer.after(),
+        *layer.after(), mlp.activation, cross,
     )  # fmt: skip
 
 

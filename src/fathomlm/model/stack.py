@@ -238,10 +238,10 @@ class LayerStack(nn.Module):
                 layer = copy.deepcopy(layer).float()
                 for name, parameter in layer.named_parameters():
                     parameter.copy_(delta.merged(name, parameter))
-                packed[step.index] = PackedRows(*layer.pack(self.embed.weight.dtype), *layer.after())
+                packed[step.index] = layer.pack_rows(self.embed.weight.dtype)
                 continue
             if step.layer not in shared:
-                shared[step.layer] = layer.rows or PackedRows(*layer.pack(self.embed.weight.dtype), *layer.after())
+                shared[step.layer] = layer.rows or layer.pack_rows(self.embed.weight.dtype)
             packed[step.index] = shared[step.layer]
         return packed if len({isinstance(rows.o_MW, Tensor) for rows in packed.values()}) == 1 else {}
 

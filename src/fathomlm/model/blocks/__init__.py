@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from fathomlm.depth import Architecture
-from fathomlm.kernels.half import effective_weight
+from fathomlm.kernels.half import effective_weight, folded
 from fathomlm.kernels.norm import RMSNorm
 from fathomlm.model.blocks.attention import Attention, CrossAttention, build_norm
 from fathomlm.model.blocks.feed_forward import Experts, FeedForward
-from fathomlm.model.blocks.step_context import Packed, PackedRows, StepContext
+from fathomlm.model.blocks.step_context import CrossRows, Packed, PackedRows, StepContext
 
 
 class Block(nn.Module):
@@ -49,20 +49,34 @@ class Block(nn.Module):
 
     @property
     def packs_rows(self) -> bool:
-        """Whether the kernels for decoding rows run it. Those also know a norm behind each half (`after`)."""
-        return self.packs
+        """Whether the kernels for decoding rows run it. Those also know a norm behind each half (`after`), other gates than
+        silu, and attention over an encoder's output."""
+        return False
 
     @property
     def _plain_halves(self) -> bool:
+        """Norms and linears as they are made here: those that another package has wrapped (PEFT) add to what their weights
+        say."""
         normed = all(isinstance(norm, RMSNorm) for norm in (self.norm_attn, self.norm_mlp))
-        # Linears that another package has wrapped (PEFT) add to what their weights say.
         linears = (self.attn.q, self.attn.k, self.attn.v, self.attn.o, *self.mlp.children())
         own = all(isinstance(linear, nn.Linear) for linear in linears if not isinstance(linear, RMSNorm))
-        return normed and own and self.attn.plain and self.mlp.plain and not self.attn.o_bias
+        return normed and own and not self.attn.o_bias
+
+    @property
+    def _row_halves(self) -> bool:
+        return self._plain_halves and self.attn.packs_rows and self.mlp.gates
 
     def after(self) -> tuple[Tensor | None, Tensor | None]:
-        """The last two of `PackedRows`."""
+        """The weights of the norms behind each half, where there are any."""
         return None, None
+
+    def cross_rows(self, dtype: torch.dtype) -> CrossRows | None:
+        """What reads an encoder's output, where the layer does."""
+        return None
+
+    def pack_rows(self, dtype: torch.dtype) -> PackedRows:
+        """The weights for the kernels of decoding rows."""
+        return PackedRows(*self.pack(dtype), *self.after(), self.mlp.activation, self.cross_rows(dtype))
 
     def pack(self, dtype: torch.dtype) -> Packed:
         """The weights for `StepContext.packed`."""
@@ -78,7 +92,11 @@ class PreNormBlock(Block):
 
     @property
     def packs(self) -> bool:
-        return self._plain_halves
+        return self._plain_halves and self.attn.plain and self.mlp.plain
+
+    @property
+    def packs_rows(self) -> bool:
+        return self._row_halves
 
     def forward(self, x: Tensor, step: StepContext) -> Tensor:
         x = self.attn.behind(self.norm_attn, x, step)
@@ -95,7 +113,7 @@ class SandwichBlock(Block):
 
     @property
     def packs_rows(self) -> bool:
-        return self._plain_halves and None not in self.after()
+        return self._row_halves and None not in self.after()
 
     def after(self) -> tuple[Tensor | None, Tensor | None]:
         norms = (self.norm_attn_out, self.norm_mlp_out)
@@ -159,6 +177,18 @@ class CrossBlock(Block):
         super().__init__(architecture)
         self.cross = CrossAttention(architecture)
         self.norm_cross = build_norm(architecture)
+
+    @property
+    def packs_rows(self) -> bool:
+        own = all(isinstance(linear, nn.Linear) for linear in self.cross.children())
+        return self._row_halves and own and isinstance(self.norm_cross, RMSNorm)
+
+    def cross_rows(self, dtype: torch.dtype) -> CrossRows:
+        assert isinstance(self.norm_cross, RMSNorm)
+        norm = self.norm_cross
+        return CrossRows(
+            folded((self.cross.q.weight,), norm.weight, norm.plus_one, dtype), self.cross.o.weight.to(dtype).contiguous()
+        )
 
     def forward(self, x: Tensor, step: StepContext) -> Tensor:
         x = self.attn.behind(self.norm_attn, x, step)

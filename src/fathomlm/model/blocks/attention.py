@@ -48,7 +48,10 @@ class Attention(nn.Module):
         self.scale = architecture.scale
         self.rotates = architecture.rotary_dim > 0
         whole = architecture.rotary_dim == architecture.head_dim
-        self.plain = whole and not architecture.qk_norm and not specs["q"].bias and self.residual_scale == 1.0
+        bare = not architecture.qk_norm and not specs["q"].bias and self.residual_scale == 1.0
+        self.plain = whole and bare
+        self.packs_rows = bare and (whole or not self.rotates)
+        """Whether the kernels for decoding rows run it: heads are turned whole, or not at all (relative positions)."""
         self.o_bias = architecture.o_bias
 
     def forward(self, x_BTM: Tensor, step: StepContext) -> Tensor:

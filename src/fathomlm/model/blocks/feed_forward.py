@@ -6,27 +6,18 @@ Shapes: N tokens, K experts of a token, C tokens of an expert, E experts, I inne
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fathomlm.depth import Architecture
+from fathomlm.kernels.gates import ACTIVATIONS
 from fathomlm.kernels.half import folded, half_dtype
 from fathomlm.kernels.norm import RMSNorm
 from fathomlm.kernels.swiglu import norm_swiglu_mlp
 from fathomlm.model.blocks.attention import build_linear
 from fathomlm.model.blocks.step_context import StepContext
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "relu": F.relu,
-}
 
 
 class FeedForward(nn.Module):
@@ -40,8 +31,9 @@ class FeedForward(nn.Module):
         self.down = build_linear(specs["down"])
         self.activation = architecture.activation
         self.residual_scale = architecture.residual_scale
-        usual = not architecture.mlp_bias and self.residual_scale == 1.0
-        self.plain = architecture.gated and architecture.activation == "silu" and usual
+        self.gates = architecture.gated and not architecture.mlp_bias and self.residual_scale == 1.0
+        """Whether the kernels for decoding rows run it: a gate and linears without a bias, whatever the activation."""
+        self.plain = self.gates and architecture.activation == "silu"
 
     def behind(self, norm: nn.Module, x: Tensor, step: StepContext) -> Tensor:
         """The residual stream with this part's output for its norm added."""
@@ -81,7 +73,8 @@ class ExpertLinear(nn.Module):
 class Experts(nn.Module):
     """The sum of down(silu(gate(x)) * up(x)) over a token's experts, each by its part of the router's probabilities."""
 
-    plain = False
+    plain = gates = False
+    activation = "silu"
 
     def __init__(self, architecture: Architecture) -> None:
         super().__init__()

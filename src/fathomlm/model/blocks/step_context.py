@@ -28,6 +28,14 @@ class Packed(NamedTuple):
     down_MI: Tensor
 
 
+class CrossRows(NamedTuple):
+    """Attention over an encoder's output; keys and values are made when a source is read."""
+
+    q_WM: RowWeight
+    """With the norm in front of it folded in."""
+    o_MW: RowWeight
+
+
 class PackedRows(NamedTuple):
     """The same for the kernels of decoding rows, which also take weights of one byte (`model.quantize`)."""
 
@@ -38,6 +46,10 @@ class PackedRows(NamedTuple):
     after_attn_M: Tensor | None = None
     """The weights of the norms between a half and the stream, in float32; None where there are none."""
     after_mlp_M: Tensor | None = None
+    activation: str = "silu"
+    """The gate's."""
+    cross: CrossRows | None = None
+    """Of layers that attend to an encoder's output."""
 
 
 class Addition(Protocol):
