@@ -41,7 +41,7 @@ from fathomlm.kernels.prefill_attention import prefill_attention
 from fathomlm.kernels.qkv_attention import plain_norm_qkv_attend, wide_norm_qkv_attend
 from fathomlm.kernels.row_attention import Ahead, Entrance, attend_rows
 from fathomlm.kernels.wide_rows import gate_rows, turn_rows, wide_add_linear, wide_norm_gated
-from fathomlm.lab.environment import environment
+from fathomlm.lab.common import environment
 
 PAGE, COLUMNS, EPS, COLD, FLOPS = 16, 160, 1e-5, 200e6, 989e12
 SHAPES = {"360M": (960, 2560, 15, 5, 64), "1.7B": (2048, 8192, 32, 32, 64)}

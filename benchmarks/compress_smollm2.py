@@ -37,7 +37,7 @@ from fathomlm.engine.engine import Engine
 from fathomlm.engine.request import Request
 from fathomlm.lab.bench.floor import finish
 from fathomlm.lab.bench.models import random_model
-from fathomlm.lab.environment import environment
+from fathomlm.lab.common import environment
 from fathomlm.lab.study.jobs import Place
 from fathomlm.lab.study.ledger import Ledger
 from fathomlm.lab.study.report import results_of

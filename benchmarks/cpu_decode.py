@@ -36,7 +36,7 @@ import fathomlm
 from fathomlm.checkpoints.fetch import fetch
 from fathomlm.cli.common import read_documents
 from fathomlm.kernels.quantized import GPU_KINDS
-from fathomlm.lab.environment import environment
+from fathomlm.lab.common import environment
 from fathomlm.model.quantize import quantize_layers
 from fathomlm.packaged import default_model
 

@@ -28,7 +28,7 @@ from fathomlm.depth.relaxation import build_relaxation
 from fathomlm.engine.engine import Engine
 from fathomlm.lab.bench.floor import finish
 from fathomlm.lab.bench.models import random_model
-from fathomlm.lab.environment import environment
+from fathomlm.lab.common import environment
 
 Record = dict[str, Any]
 TIED = "rank 0"

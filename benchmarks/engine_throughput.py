@@ -36,7 +36,7 @@ from fathomlm.engine.engine import Engine
 from fathomlm.engine.request import Request
 from fathomlm.lab.bench.floor import finish, reading_speed
 from fathomlm.lab.bench.models import random_model
-from fathomlm.lab.environment import environment
+from fathomlm.lab.common import environment
 from fathomlm.model.hub import FathomForCausalLM
 
 Record = dict[str, Any]

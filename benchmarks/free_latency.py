@@ -38,8 +38,8 @@ from fathomlm.engine.engine import Engine
 from fathomlm.engine.request import Request, Result
 from fathomlm.lab.bench.floor import finish, reading_speed
 from fathomlm.lab.bench.models import random_model
-from fathomlm.lab.bench.one_sequence import PassCounts
-from fathomlm.lab.environment import environment, free_memory
+from fathomlm.lab.bench.play import PassCounts
+from fathomlm.lab.common import environment, free_memory
 from fathomlm.model.hub import FathomForCausalLM
 
 SEVEN = Architecture(

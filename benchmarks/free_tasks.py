@@ -12,7 +12,7 @@
 
 The models are those of the studies `free-translation` and `free-summary`. `decode` asks for quality: many texts at once on
 the engine, by the reference where the engine cannot, or all of them with `--reference`. `speed` asks for time: one text at a
-time, what its tokens behind the first took (`lab.bench.one_sequence`), on a device that does nothing else; processes that
+time, what its tokens behind the first took (`lab.bench.play`), on a device that does nothing else; processes that
 have captured their steps wait for their `--turn`. Both add a line a setting to their file and go on where it ends; several
 processes may share the variants (`--only`) and the settings of one (`--part`), each with its own file. `free_tasks_run.py`
 trains, decodes and times within a time limit. `TASKS` holds the .jsonl.gz files named below.
@@ -315,7 +315,7 @@ def decode_variant(args: argparse.Namespace, trained: Trained, lines: Lines, ove
     """The settings of this process, and where a threshold is estimated, those that follow from it."""
     import time
 
-    from fathomlm.lab.environment import environment
+    from fathomlm.lab.common import environment
 
     head = {"task": args.task, "variant": trained.variant, "environment": environment()}
     sources = trained.sources("test", args.texts)
@@ -400,8 +400,8 @@ def speed(args: argparse.Namespace) -> None:
 
 def speed_variant(args: argparse.Namespace, trained: Trained, lines: Lines) -> None:
     """All engines are built and have captured their steps first, then every setting is timed."""
-    from fathomlm.lab.bench.one_sequence import OneSequence, TimedText
-    from fathomlm.lab.environment import environment
+    from fathomlm.lab.bench.play import OneSequence, TimedText
+    from fathomlm.lab.common import environment
 
     task, model, variant = trained.task, trained.model, trained.variant
     sources = trained.sources("test", args.texts)

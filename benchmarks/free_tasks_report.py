@@ -376,7 +376,7 @@ def small(task: TaskResults) -> Table:
 
 
 def page(results: dict[str, TaskResults], where: Record) -> str:
-    from fathomlm.lab.tables import markdown
+    from fathomlm.lab.common import markdown
 
     lines = [
         "# Leaving early on two tasks",
@@ -460,7 +460,7 @@ def kept_record(results: dict[str, TaskResults], where: Record) -> Record:
 def earlier(before: Record, results: dict[str, TaskResults]) -> tuple[Record, list[str]]:
     """What another record has: tasks that were not measured again, in their place, and what was measured before of those
     that were, under `earlier`; with a table of each."""
-    from fathomlm.lab.tables import markdown
+    from fathomlm.lab.common import markdown
 
     record: Record = {"earlier": dict(before.get("earlier", {}))}
     for name in (name for name in before if name in TASKS):

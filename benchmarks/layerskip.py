@@ -14,7 +14,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fathomlm.lab.environment import environment
+from fathomlm.lab.common import environment
 from fathomlm.train.reading import read_recipe
 from fathomlm.train.report import read_records
 from fathomlm.train.run import SilentWatcher, train

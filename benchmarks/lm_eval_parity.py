@@ -37,7 +37,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import fathomlm
 from fathomlm.checkpoints.fetch import fetch
 from fathomlm.errors import FathomError
-from fathomlm.lab.environment import environment
+from fathomlm.lab.common import environment
 from fathomlm.lab.evaluate.harness import HarnessModel
 from fathomlm.lab.evaluate.likelihood import answer, count, read_task
 from fathomlm.lab.evaluate.tasks import check_folder, find_file

@@ -42,7 +42,7 @@ from fathomlm.lab.bench.models import random_model
 from fathomlm.lab.bench.play import play, warm_up
 from fathomlm.lab.bench.timed import TimedEngine
 from fathomlm.lab.bench.workload import build_workload, shape_of
-from fathomlm.lab.environment import environment
+from fathomlm.lab.common import environment
 from fathomlm.model.hub import FathomForCausalLM
 
 Record = dict[str, Any]

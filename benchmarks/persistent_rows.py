@@ -36,7 +36,7 @@ from fathomlm.kernels.attention_blocks import choose_splits, workspace_size
 from fathomlm.kernels.paged_attention import paged_attention
 from fathomlm.kernels.row_linear import SplitSpace, add_linear, norm_gated
 from fathomlm.kernels.row_qkv import norm_qkv_rope_write
-from fathomlm.lab.environment import environment
+from fathomlm.lab.common import environment
 
 HIDDEN, INNER, HEADS, GROUPS, HEAD_DIM, LAYERS = 960, 2560, 15, 5, 64, 32
 WIDTHS = ((HEADS + 2 * GROUPS) * HEAD_DIM, HIDDEN), (HIDDEN, HEADS * HEAD_DIM), (2 * INNER, HIDDEN), (HIDDEN, INNER)

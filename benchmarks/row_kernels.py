@@ -37,7 +37,7 @@ from fathomlm.kernels.attention_blocks import (
     workspace_size,
 )
 from fathomlm.kernels.row_blocks import Blocks, product_blocks, row_block
-from fathomlm.lab.environment import environment
+from fathomlm.lab.common import environment
 
 DEVICE, BANDWIDTH, COLD, EPS, PAGE, VOCAB, RANK, DEPTHS = "cuda", 4.3e12, 200e6, 1e-5, 16, 49152, 64, 3
 SHAPES = {"360M": (960, 2560, 15, 5, 64), "1.7B": (2048, 8192, 32, 32, 64), "7B": (4096, 11008, 32, 32, 128)}

@@ -37,7 +37,7 @@ from fathomlm.depth import Architecture, DepthPlan
 from fathomlm.engine.engine import Engine
 from fathomlm.engine.request import Request, Result
 from fathomlm.lab.bench.floor import finish
-from fathomlm.lab.environment import environment, free_memory
+from fathomlm.lab.common import environment, free_memory
 from fathomlm.model.encoder import encoder_record
 from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomModel, FathomSeq2SeqConfig
 from fathomlm.packaged import packaged_drafts, packaged_exits

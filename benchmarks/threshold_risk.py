@@ -33,7 +33,7 @@ from fathomlm.decode.calibration import Calibration
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.prompts import chat_prompt
 from fathomlm.decode.threshold import ThresholdEstimator, ThresholdOptions
-from fathomlm.lab.environment import environment
+from fathomlm.lab.common import environment
 from fathomlm.model.hub import FathomForCausalLM
 from fathomlm.packaged import packaged_exits
 

@@ -30,7 +30,7 @@ import torch
 from fathomlm.depth import Architecture, DepthPlan, Relaxation, build_routing
 from fathomlm.depth.presets import preset
 from fathomlm.depth.relaxation import build_relaxation
-from fathomlm.lab.environment import environment
+from fathomlm.lab.common import environment
 from fathomlm.model.decoder import Decoder, Recompute
 from fathomlm.train.captured import WARM_UPS
 from fathomlm.train.data.loader import Batch

@@ -19,7 +19,7 @@ import torch
 from triton.testing import do_bench
 
 from fathomlm.kernels import cross_entropy, half, qkv, swiglu
-from fathomlm.lab.environment import environment
+from fathomlm.lab.common import environment
 
 TOKENS, M, INNER, H, G, D, VOCAB = 16 * 2048, 960, 2560, 15, 5, 64, 49152
 

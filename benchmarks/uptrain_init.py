@@ -78,7 +78,7 @@ def settings(args: argparse.Namespace, context: int, warmup: float) -> dict[str,
 
 def open_record(out: Path, shared: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     """The record to add to, and whether it is new."""
-    from fathomlm.lab.environment import environment
+    from fathomlm.lab.common import environment
 
     if not out.exists():
         return {"environment": environment(), "settings": shared, "runs": {}}, True

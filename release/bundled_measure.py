@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fathomlm.lab.environment import environment
+from fathomlm.lab.common import environment
 
 SHARD_BYTES = 12_000_000
 PROMPTS = (
@@ -68,7 +68,7 @@ def measure(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
     from fathomlm.checkpoints.native import save
     from fathomlm.checkpoints.resolve import load
     from fathomlm.depth.cost import count
-    from fathomlm.lab.analyze.token_rows import find, read_rows
+    from fathomlm.lab.token_rows import find, read_rows
     from fathomlm.train.reading import read_recipe
     from fathomlm.train.report import read_records
 

@@ -58,8 +58,7 @@ def _write_tokenizer(out: Path) -> None:
 def _loss_on(model: Path, text: str) -> float:
     """Nats a token, as `fathomlm eval ppl` says."""
     from fathomlm.checkpoints.resolve import load
-    from fathomlm.lab.evaluate.encoding import TextEncoder
-    from fathomlm.lab.evaluate.scoring import Scorer, predict
+    from fathomlm.lab.evaluate.scoring import Scorer, TextEncoder, predict
 
     loaded = load(model)
     (found,) = predict(Scorer(loaded), TextEncoder(loaded), [text])

@@ -26,7 +26,7 @@ from fathomlm.engine.engine import Engine
 from fathomlm.engine.options import EngineOptions
 from fathomlm.engine.request import Request, Result
 from fathomlm.engine.runner import ample_memory
-from fathomlm.lab.environment import environment, free_memory
+from fathomlm.lab.common import environment, free_memory
 
 PASSAGE, BEGINNING = 300, 48
 """Tokens of a document that are to be summarised, and that are to be continued."""

@@ -41,7 +41,7 @@ from smollm2_exit_measure import THRESHOLDS, measure_run
 from smollm2_exit_report import entry_name
 from smollm2_mix import mix
 
-from fathomlm.lab.environment import environment
+from fathomlm.lab.common import environment
 
 LAYERS = (2, 4)
 DESIGNS = ("rank128", "rank1024", "layer")

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.prompts import end_tokens
-from fathomlm.lab.bench.one_sequence import OneSequence, TimedText
+from fathomlm.lab.bench.play import OneSequence, TimedText
 from fathomlm.model.decoder import Decoder
 from fathomlm.model.hub import FathomForCausalLM
 from fathomlm.train.data.corpus import Corpus

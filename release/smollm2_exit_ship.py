@@ -18,7 +18,7 @@ from smollm2_exit_measure import behind, held_out, held_out_loss, reply_header
 from smollm2_exit_report import fastest
 
 from fathomlm.decode.calibration import Calibration
-from fathomlm.decode.threshold_risk import STEPS
+from fathomlm.decode.threshold_samples import STEPS
 
 CARD = Path(__file__).parent / "smollm2_exit_card.md"
 TEXTS, NEW_TOKENS = 100, 64

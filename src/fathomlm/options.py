@@ -212,6 +212,13 @@ def check(instance: Any, prefix: str = "", *, inside: bool = True) -> None:
             check(inner, f"{prefix}{other.name}.")
 
 
+class ChecksFirst:
+    """For commands with a check of several options together that `check_first` is to run."""
+
+    def check_first(self) -> None:
+        raise NotImplementedError
+
+
 def check_first(instance: Any) -> None:
     """Run the `first` checks of a command's options: a name, a path, a device. They import no tensor library, so that a slip
     is answered at once."""
@@ -222,6 +229,8 @@ def check_first(instance: Any) -> None:
         elif _OPTION in field.metadata and (first := field.metadata[_OPTION].first) is not None and value is not None:
             for item in value if isinstance(value, tuple) else (value,):
                 first(item)
+    if isinstance(instance, ChecksFirst):
+        instance.check_first()
 
 
 def bounds(cls: type, name: str) -> dict[str, Any]:

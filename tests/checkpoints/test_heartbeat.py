@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fathomlm.checkpoints import heartbeat
-from fathomlm.cli.progress import TrainingBar, progress_bar
+from fathomlm.cli.display import TrainingBar, progress_bar
 
 
 @pytest.fixture

@@ -355,7 +355,7 @@ def test_mistakes_with_loaded_weights(
 ) -> None:
     place = str(tiny_model_dir)
     with monkeypatch.context() as patched:  # which is seen before anything is loaded
-        patched.setattr("fathomlm.lab.cli.bench_setup.PlannedModelOptions.load_planned", lambda *_: pytest.fail("loaded"))
+        patched.setattr("fathomlm.lab.bench.run.load_planned", lambda *_: pytest.fail("loaded"))
         assert "more than the model's context of 256" in mistake_of("bench", "throughput", place)
     assert "has no prompts to cut" in mistake_of("bench", "throughput", place, "--data", "x.txt")
     (tmp_path / "empty.txt").write_text(" \n")

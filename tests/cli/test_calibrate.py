@@ -53,7 +53,7 @@ def test_it_writes_what_generate_reads(model: Path, texts: Path, capsys: pytest.
 @pytest.fixture
 def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which takes longer to draw than all else; tests/lab/analyze/test_threshold_picture.py looks at it."""
-    monkeypatch.setattr("fathomlm.lab.analyze.threshold_picture.draw_threshold", lambda *given, **more: None)
+    monkeypatch.setattr("fathomlm.lab.analyze.calibrate.draw_threshold", lambda *given, **more: None)
 
 
 @pytest.mark.usefixtures("no_picture")

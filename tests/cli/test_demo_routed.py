@@ -19,7 +19,6 @@ from fathomlm.cli.main import main
 from fathomlm.decode.generation import Generation
 from fathomlm.decode.sampling import Sampling
 from fathomlm.depth.colours import depth_colours
-from fathomlm.engine import session
 from fathomlm.engine.session import decoder_for
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -113,7 +112,7 @@ def test_full_depth_is_measured_at_full_depth(
 
         return decode
 
-    monkeypatch.setattr(session, "decoder_for", watched)
+    monkeypatch.setattr(demo_routed, "decoder_for", watched)
     assert main([*WORDS, "--json"]) == 0
     assert seen == {True: {1, 2, 3}, False: {3}}
 
@@ -159,7 +158,7 @@ def test_end_tokens_are_neither_shown_nor_counted(
 
         return decode
 
-    monkeypatch.setattr(session, "decoder_for", ended)
+    monkeypatch.setattr(demo_routed, "decoder_for", ended)
     assert main([*WORDS, "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert [len(text["tokens"]) for text in record["texts"]] == [3, 0, len(record["texts"][2]["depths"])]
@@ -236,7 +235,7 @@ def test_ctrl_c_is_one_line(packaged: str, monkeypatch: pytest.MonkeyPatch, caps
     def interrupted(*arguments: Any, **options: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(session, "decoder_for", lambda *_, **__: interrupted)
+    monkeypatch.setattr(demo_routed, "decoder_for", lambda *_, **__: interrupted)
     assert main(WORDS) == 2
     captured = capsys.readouterr()
     assert captured.out == ""

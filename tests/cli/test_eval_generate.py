@@ -17,7 +17,7 @@ from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.full import generate
 from fathomlm.engine import session
 from fathomlm.lab.evaluate import generation
-from fathomlm.lab.evaluate.metrics import squad
+from fathomlm.lab.evaluate.samples import squad
 from fathomlm.model.hub import FathomForCausalLM
 from fathomlm.train.data.tokenizers import byte_tokenizer
 from jsonl import write_jsonl

@@ -11,7 +11,7 @@ import pytest
 
 from cli.judge_server import GOOD, Said, judge
 from fathomlm.cli.main import COMMANDS, main
-from fathomlm.lab.simulate import presets, thesis
+from fathomlm.lab.simulate import thesis
 from jsonl import write_jsonl
 from lab.analyze.test_scaling import write_run
 from lab.analyze.tiny import model_of, saved, text_file
@@ -58,7 +58,7 @@ def commands(place: Path, url: str) -> list[list[str]]:
 
 def test_every_kind_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
-    rows = [row for row in presets.all_printed("40gb") if row.model == "gemma-2b"]
+    rows = [row for row in thesis.all_printed("40gb") if row.model == "gemma-2b"]
     few = [row for row in rows if row.blocks == 1 or row.name.endswith("/2")]
     monkeypatch.setattr(thesis, "all_printed", lambda table: few)
     seconds = {}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fathomlm.cli.main import main
-from fathomlm.lab.simulate import presets, thesis
+from fathomlm.lab.simulate import thesis
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PRESET = ("--preset", "40gb/gemma-2b/2")
@@ -126,7 +126,7 @@ def test_times_measured_here(capsys: Any, tiny_model_dir: Path) -> None:
 
 
 def test_the_thesis_tables(capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    all_rows = presets.all_printed("40gb")
+    all_rows = thesis.all_printed("40gb")
     few = [row for row in all_rows if row.model == "gemma-2b" and (row.blocks == 1 or row.name.endswith("/2"))]
     monkeypatch.setattr(thesis, "all_printed", lambda table: few)
     out = tmp_path / "thesis.json"

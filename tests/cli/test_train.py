@@ -239,7 +239,7 @@ LONG = ["--budget.steps", "24", "--checkpoint.every", "4", "--log.every", "1", "
 STANDS_STILL = (
     "import os, sys, time\n"
     "from fathomlm.cli.main import main\n"
-    "from fathomlm.cli.progress import TrainingBar\n"
+    "from fathomlm.cli.display import TrainingBar\n"
     "step = TrainingBar.step\n"
     "def held(self, number, *more):\n"
     "    step(self, number, *more)\n"

@@ -21,8 +21,8 @@ from fathomlm.checkpoints.shards import INDEX, Shards, read_json, write_shards
 from fathomlm.decode.calibration import Calibration
 from fathomlm.decode.threshold import ThresholdEstimator
 from fathomlm.errors import FathomError
-from fathomlm.lab.evaluate.judge.client import _read_body, _reply
-from fathomlm.lab.evaluate.judge.questions import AnswerFile
+from fathomlm.lab.evaluate.judge_client import _read_body, _reply
+from fathomlm.lab.evaluate.judge_questions import AnswerFile
 from fathomlm.lab.evaluate.tasks import read_rows
 from fathomlm.lab.simulate.costs import read_costs
 from fathomlm.lab.simulate.trajectories import read_trajectories

@@ -18,8 +18,7 @@ from fathomlm.checkpoints.resolve import architecture_of, load
 from fathomlm.decode.full import generate
 from fathomlm.depth.cost import count
 from fathomlm.engine.engine import Engine
-from fathomlm.lab.evaluate.encoding import TextEncoder
-from fathomlm.lab.evaluate.scoring import Scorer, predict
+from fathomlm.lab.evaluate.scoring import Scorer, TextEncoder, predict
 from fathomlm.model.hub import FathomForCausalLM
 from fathomlm.packaged import packaged_path
 from packaged.shipped import record_of

@@ -1,26 +1,34 @@
-"""Options that many commands share: the model, the device, text to read, and the form of the answer."""
+"""Options that many commands share: the model, the device, text to read, layers to measure over it, and the form of
+the answer."""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from fathomlm.checkpoints.tying import CALIBRATION_TOKENS
 from fathomlm.checkpoints.writing import THRESHOLD
+from fathomlm.cli.display import progress_bar
 from fathomlm.cli.first import check_device, check_model, check_pack, check_text, check_threads
 from fathomlm.decode.sampling import Sampling
+from fathomlm.depth.dropping import DropOptions
 from fathomlm.errors import DataError, OptionError
 from fathomlm.options import like, option
 from fathomlm.packaged import packaged_path
 from fathomlm.train.data.options import PrepareOptions
 
 if TYPE_CHECKING:
+    from fathomlm.checkpoints.activations import Activations
+    from fathomlm.checkpoints.assemble import BaseCheckpoint
     from fathomlm.model.hub import FathomForCausalLM
     from fathomlm.model.seq2seq import FathomModel
+
 
 SOURCE = "preset, Hugging Face directory or hub id, GGUF file or FathomLM directory"
 DTYPES = ("float32", "bfloat16", "float16")
@@ -34,6 +42,21 @@ class JsonOptions:
     """For commands that print tables or text."""
 
     json: bool = option(False, help="print one JSON object")
+
+    def answer(self, record: dict[str, Any], show: Callable[[dict[str, Any]], object]) -> int:
+        """Print a record where JSON is asked for; else show it to people."""
+        if self.json:
+            print(to_json(record))
+        else:
+            show(record)
+        return 0
+
+
+def to_json(record: dict[str, Any]) -> str:
+    """One line that every JSON reader takes: numbers that are not finite become null."""
+    from fathomlm.train.report import strict
+
+    return json.dumps(strict(record), ensure_ascii=False, allow_nan=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,3 +240,37 @@ def memory_errors(lower: str) -> Iterator[None]:
             raise
         why = message.rpartition("DefaultCPUAllocator: ")[2]
         raise OptionError(f"the device has too little memory for this; lower {lower} ({why})") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrateOptions:
+    """Text over which a plain model's activations are measured."""
+
+    calibrate: tuple[str, ...] | None = option(
+        None, metavar="FILE", first=check_text,
+        help="measure layers over this text: .txt, .md, JSON Lines (also .gz, .xz, .zst) or Parquet; repeatable",
+    )  # fmt: skip
+    calibrate_tokens: int | None = option(
+        None, ge=2, help="tokens of it to read", default_text=f"{CALIBRATION_TOKENS:,}", requires=("calibrate",)
+    )
+    column: str | None = like(ColumnOptions, "column", None, default_text="text", requires=("calibrate",))
+
+    def measured(
+        self, source: FathomModel | BaseCheckpoint, *, moments: bool = True, device: str = "cpu"
+    ) -> Activations | None:
+        """What `measure_activations` finds, with a progress bar; None without text."""
+        if self.calibrate is None:
+            return None
+        from fathomlm.checkpoints.activations import measure_activations
+        from fathomlm.train.data.sources import expand, read
+
+        documents = (document for each in expand(list(self.calibrate)) for document in read(each, (self.column or "text",)))
+        texts = (document.fields[0] for document in documents)
+        tokens = self.calibrate_tokens or CALIBRATION_TOKENS
+        with progress_bar("calibrating") as update:
+            return measure_activations(source, texts, tokens=tokens, moments=moments, device=device, on_layer=update)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredDropOptions(DropOptions, CalibrateOptions):
+    """Which layers are left out, also by what was measured."""

@@ -11,10 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from fathomlm.checkpoints.tying import InitOptions
-from fathomlm.cli.calibration import MeasuredDropOptions
-from fathomlm.cli.common import SOURCE, DeviceOptions, DtypeOptions, ForceOptions, JsonOptions, SeedOptions
+from fathomlm.cli.common import (
+    SOURCE,
+    DeviceOptions,
+    DtypeOptions,
+    ForceOptions,
+    JsonOptions,
+    MeasuredDropOptions,
+    SeedOptions,
+)
+from fathomlm.cli.display import log, progress_bar
 from fathomlm.cli.first import check_model
-from fathomlm.cli.progress import log, progress_bar
 from fathomlm.depth.options import PlanOptions, RelaxOptions, RoutingOptions
 from fathomlm.depth.relaxation import RELAXATIONS
 from fathomlm.options import like, option, section

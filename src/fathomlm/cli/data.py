@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fathomlm.checkpoints.heartbeat import Heartbeat
 from fathomlm.cli.common import JsonOptions
+from fathomlm.cli.display import progress_bar, rich_bar
 from fathomlm.cli.first import check_text
-from fathomlm.cli.progress import progress_bar
 from fathomlm.options import like, option
 from fathomlm.sizes import amount
 from fathomlm.train.data.options import PrepareOptions
@@ -181,19 +181,9 @@ def _kept(out: Path) -> str:
 def _bar() -> Iterator[OnProgress]:
     """A bar for a preparation: documents, tokens, rate and, where the sources' sizes are known, the time left."""
     from rich.console import Console
-    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bar
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.fields[counts]}"),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-    )
     console = Console(stderr=True)
-    with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with rich_bar(console, "{task.fields[counts]}", counted=False) as bar:
         task = bar.add_task("preparing", total=None, counts="")
         begin = time.perf_counter()
         heartbeat = Heartbeat(bar=console.is_terminal)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from fathomlm.cli.common import SOURCE, JsonOptions
 from fathomlm.cli.decoding import ReferenceOptions
+from fathomlm.cli.display import log, progress_bar
 from fathomlm.cli.first import check_model
-from fathomlm.cli.progress import log, progress_bar
 from fathomlm.errors import OptionError
 from fathomlm.options import option
 from fathomlm.packaged import FETCHED, default_model

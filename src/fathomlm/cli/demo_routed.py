@@ -12,20 +12,28 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from fathomlm.cli.progress import log, progress_bar
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from fathomlm.checkpoints.locate import locate
+from fathomlm.checkpoints.native import directory_bytes
+from fathomlm.checkpoints.resolve import decoder_only, describe, load
+from fathomlm.cli.common import QuantizeOptions
+from fathomlm.cli.display import command_note, label, log, pieces, progress_bar, token_text, visible
+from fathomlm.decode.generation import Generation
+from fathomlm.decode.sampling import Sampling
+from fathomlm.depth import DepthPlan
+from fathomlm.depth.colours import depth_colours, ink
+from fathomlm.depth.cost import count
+from fathomlm.engine.session import decoder_for
+from fathomlm.model.hub import FathomForCausalLM
+from fathomlm.model.route import DepthControl
+from fathomlm.packaged import packaged_models
 from fathomlm.sizes import amount
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    from fathomlm.decode.generation import Generation
-    from fathomlm.decode.sampling import Sampling
-    from fathomlm.depth import DepthPlan
-    from fathomlm.model.hub import FathomForCausalLM
 
 PROMPTS = (
     "Cells divide in order to",
@@ -106,21 +114,12 @@ def run_routed(source: str, tokens: int, *, as_json: bool, reference: bool = Fal
     if as_json:
         print(json.dumps(asdict(figures)))
         return 0
-    from rich.console import Console
 
     show(figures, Console())
     return 0
 
 
 def measure(source: str, tokens: int, begin: float, reference: bool) -> DemoFigures:
-    from fathomlm.checkpoints.locate import locate
-    from fathomlm.checkpoints.native import directory_bytes
-    from fathomlm.checkpoints.resolve import decoder_only, describe, load
-    from fathomlm.cli.common import QuantizeOptions
-    from fathomlm.decode.sampling import Sampling
-    from fathomlm.depth.cost import count
-    from fathomlm.engine.session import decoder_for
-
     path = locate(source)
     log(f"1/3  {source}: {path}")
     model = decoder_only(load(path, dtype="float32", quantize=QuantizeOptions().quantized(source)), "the demo")
@@ -158,8 +157,6 @@ def layers_run(plan: DepthPlan, depth: int) -> int:
 
 def depth_uses(model: FathomForCausalLM, texts: Sequence[DemoCompletion]) -> list[DepthCount]:
     """Each depth's tokens. Examples of a depth are tokens that went there more often than anywhere else."""
-    from fathomlm.cli.display import label, token_text
-
     used = Counter(depth for text in texts for depth in text.depths)
     where: dict[int, Counter[int]] = {}
     for token, depth in (pair for text in texts for pair in zip(text.tokens, text.depths, strict=True)):
@@ -179,8 +176,6 @@ def depth_uses(model: FathomForCausalLM, texts: Sequence[DemoCompletion]) -> lis
 
 
 def _completion(model: FathomForCausalLM, prompt: str, result: Generation) -> DemoCompletion:
-    from fathomlm.cli.display import pieces
-
     assert result.depths is not None
     many = len(result.tokens) - (result.finish == "eos")
     strings = pieces(model.tokenizer, (*result.prompt_tokens, *result.tokens[:many]))
@@ -195,9 +190,6 @@ def _completion(model: FathomForCausalLM, prompt: str, result: Generation) -> De
 
 
 def _speed(model: FathomForCausalLM, sampling: Sampling, reference: bool) -> Speed:
-    from fathomlm.engine.session import decoder_for
-    from fathomlm.model.route import DepthControl
-
     controls = {"routed": None, "full_depth": DepthControl(bias=EVERY_RECURSION)}
     ways = {name: decoder_for(model, control, reference=reference) for name, control in controls.items()}
     speeds: dict[str, list[float]] = {name: [] for name in ways}
@@ -218,8 +210,6 @@ def _mean(numbers: Sequence[float]) -> float:
 
 
 def show(figures: DemoFigures, console: Console) -> None:
-    from rich.text import Text
-
     styles = _styles(figures.recursions) if _has_colours(console) else None
     size = f"{amount(figures.parameters)} parameters, {amount(figures.disk_bytes, 'B')} on disk"
     _print(console, Text(f"{figures.model}: {figures.plan}, {size}"))
@@ -254,9 +244,6 @@ def _against(speed: Speed) -> str:
 
 
 def _next_commands(model: str) -> str:
-    from fathomlm.cli.display import command_note
-    from fathomlm.packaged import packaged_models
-
     served = "" if model in packaged_models()[:1] else f" {model}"
     return (
         f"  fathomlm serve{served}      # a page that colors your own prompts\n"
@@ -277,14 +264,10 @@ def _print(console: Console, text: Text) -> None:
 
 
 def _styles(recursions: int) -> list[str]:
-    from fathomlm.depth.colours import depth_colours, ink
-
     return [f"{ink(colour)} on {colour}" for colour in depth_colours(recursions)]
 
 
 def _legend(figures: DemoFigures, styles: Sequence[str] | None) -> Text:
-    from rich.text import Text
-
     if styles is None:
         return Text(
             "The raised number behind a token is its depth: the recursions that ran to choose it. Prompts have none."
@@ -294,10 +277,6 @@ def _legend(figures: DemoFigures, styles: Sequence[str] | None) -> Text:
 
 
 def _coloured(completion: DemoCompletion, styles: Sequence[str] | None) -> Text:
-    from rich.text import Text
-
-    from fathomlm.cli.display import visible
-
     text = Text.assemble((completion.prompt, "" if styles is None else "dim"))
     for piece, depth in zip(completion.pieces, completion.depths, strict=True):
         seen = visible(piece)
@@ -314,10 +293,6 @@ def _raised(depth: int) -> str:
 
 
 def _table(figures: DemoFigures, styles: Sequence[str] | None) -> Table:
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
     table = Table(box=box.SIMPLE_HEAD)
     for name in ("depth", "tokens", "share"):
         table.add_column(name, justify="right")

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from fathomlm.cli.calibration import MeasuredDropOptions
 from fathomlm.cli.common import (
     SOURCE,
     ColumnOptions,
@@ -18,10 +17,11 @@ from fathomlm.cli.common import (
     ExitPackOptions,
     ForceOptions,
     JsonOptions,
+    MeasuredDropOptions,
     threshold_file,
 )
+from fathomlm.cli.display import ProgressUpdate, progress_bar
 from fathomlm.cli.first import check_model, check_text
-from fathomlm.cli.progress import ProgressUpdate, progress_bar
 from fathomlm.errors import OptionError
 from fathomlm.options import like, option, section
 from fathomlm.sizes import amount

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from fathomlm.cli.common import JsonOptions, ModelOptions, QuantizeOptions, read_text
 from fathomlm.cli.decoding import DecodeOptions, DepthOptions, MessageOptions, ReferenceOptions, exit_record, exit_statistic
-from fathomlm.cli.progress import progress_bar
+from fathomlm.cli.display import progress_bar
 from fathomlm.decode.sampling import Sampling
 from fathomlm.errors import OptionError
 from fathomlm.options import option, section

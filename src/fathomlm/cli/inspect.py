@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from fathomlm.cli.common import SOURCE, JsonOptions
+from fathomlm.cli.display import print_table
 from fathomlm.cli.first import check_shape
 from fathomlm.depth import Architecture, DepthPlan, Relaxation, build_routing, cost
 from fathomlm.depth.dropping import DropOptions, kept_layers
@@ -111,7 +111,8 @@ class Inspect(JsonOptions):
             size = amount(_encoder_parameters(self.model))
             rows.insert(3, ("parameters of the encoder", size, size))
             caption += " The other figures are the decoder's, over a source as long as the context."
-        _print_table(_title(self, architecture, plan, relaxation), rows, caption)
+        title = _title(self, architecture, plan, relaxation)
+        print_table([["", "this plan", "untied base"], *map(list, rows)], title, caption=caption)
         return 0
 
 
@@ -141,23 +142,17 @@ def _compare(options: Inspect, architecture: Architecture, plan: DepthPlan | Non
         rows = [{"options": each.options, **each.cost.to_dict(), "bytes_share": each.share(base)} for each in found]
         print(json.dumps({"model": options.model, "budget": options.budget, "candidates": rows}))
         return 0
-    table = [
-        (
-            each.options,
-            each.cost.layout,
-            str(each.cost.unrolled_layers),
-            f"{each.share(base):.2f}x",
-            f"{each.cost.forward_flops_per_token / base.forward_flops_per_token:.2f}x",
-            f"{each.cost.kv_bytes_per_token / base.kv_bytes_per_token:.2f}x",
-        )
-        for each in found
-    ]
-    columns = ("fathomlm convert ...", "layers", "run", "bytes", "FLOPs", "KV")
+    table = [["fathomlm convert ...", "layers", "run", "bytes", "FLOPs", "KV"]]
+    for each in found:
+        flops = each.cost.forward_flops_per_token / base.forward_flops_per_token
+        shares = (each.share(base), flops, each.cost.kv_bytes_per_token / base.kv_bytes_per_token)
+        sizes = [each.cost.layout, str(each.cost.unrolled_layers), *(f"{share:.2f}x" for share in shares)]
+        table.append([each.options, *sizes])
     caption = (
         f"Against {options.model}, in the same number format, embeddings included; FLOPs at a context of {options.context} "
         "tokens. Which plan keeps most is decided by training, not by this table."
     )
-    _print_table(f"{options.model} in {options.budget:.0%} of its bytes", table, caption, columns)
+    print_table(table, f"{options.model} in {options.budget:.0%} of its bytes", caption=caption)
     return 0
 
 
@@ -248,25 +243,6 @@ def _rows(counted: cost.Cost, base: cost.Cost, exits: int) -> list[tuple[str, st
         label = f"forward FLOPs for {amount(counted.tokens)} tokens"
         rows.append((label, f"{counted.training_flops:.2e}", f"{base.training_flops:.2e}"))
     return rows
-
-
-def _print_table(
-    title: str,
-    rows: Sequence[Sequence[str]],
-    caption: str,
-    columns: Sequence[str] = ("", "this plan", "untied base"),
-) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(title=Text(title), caption=caption, title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD)
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number else "left")
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table)
 
 
 def _against(value: int, base: int) -> str:

@@ -1,8 +1,8 @@
 """`fathomlm COMMAND ...`: the table of commands, and the one place where errors become exit codes.
 
 User errors print one line on standard error and exit with 2; a bug keeps its traceback. A command is a dataclass of options
-with a `run` method and is imported when it is chosen; names, paths and devices are checked (`check_first`) before `run`
-imports torch and transformers. So help and typos answer at once.
+and what runs it, its `run` method or a function elsewhere. Both are imported when it is chosen, and names, paths and devices
+are checked (`check_first`) before that imports torch and transformers. So help and typos answer at once.
 """
 
 from __future__ import annotations
@@ -33,12 +33,19 @@ class Command:
     help: str
     options: str = ""
     """Where its dataclass is, `module:Class` below `fathomlm`; the class's docstring is the description."""
+    run: str = ""
+    """Where the function is that takes them, where they have no `run` of their own. Its file may import what it likes."""
     kinds: Mapping[str, Command] = field(default_factory=dict)
     """The commands of a group."""
     description: str = ""
     """Of a group."""
     default_kind: str | None = None
     """The kind that may be left out."""
+
+
+def _lab(room: str, options: str, run: str, help: str) -> Command:
+    """A command of the lab, whose options are in `options.py` of its room."""
+    return Command(help=help, options=f"lab.{room}.options:{options}", run=f"lab.{room}.{run}")
 
 
 COMMANDS: dict[str, Command] = {
@@ -60,7 +67,7 @@ COMMANDS: dict[str, Command] = {
     "generate": Command(help="complete a prompt", options="cli.generate:Generate"),
     "chat": Command(help="chat with a model", options="cli.chat:Chat"),
     "serve": Command(help="serve a model with an OpenAI-compatible API", options="cli.serve:Serve"),
-    "calibrate": Command(help="learn the confidence threshold for early exit", options="lab.cli.calibrate:Calibrate"),
+    "calibrate": _lab("analyze", "Calibrate", "calibrate:run", "learn the confidence threshold for early exit"),
     "eval": Command(
         help="evaluate quality: tasks, perplexity, generation",
         description="Evaluate MODEL: likelihood tasks (tasks), perplexity (ppl), generated text against references "
@@ -68,16 +75,18 @@ COMMANDS: dict[str, Command] = {
         "The word tasks may be left out: `fathomlm eval MODEL --tasks hellaswag`.",
         default_kind="tasks",
         kinds={
-            "tasks": Command(help="accuracy and perplexity on likelihood tasks", options="lab.cli.eval_tasks:Tasks"),
-            "ppl": Command(help="perplexity and bits per byte on text", options="lab.cli.eval_ppl:Perplexity"),
-            "generate": Command(
-                help="ROUGE, BLEU or SQuAD scores with latency and exit rate", options="lab.cli.eval_generate:EvalGenerate"
+            "tasks": _lab("evaluate", "Tasks", "run_tasks:run_tasks", "accuracy and perplexity on likelihood tasks"),
+            "ppl": _lab("evaluate", "Perplexity", "run_tasks:run_perplexity", "perplexity and bits per byte on text"),
+            "generate": _lab(
+                "evaluate", "EvalGenerate", "generation:run", "ROUGE, BLEU or SQuAD scores with latency and exit rate"
             ),
-            "frontier": Command(
-                help="quality against latency and FLOPs over thresholds, depths or exit layers",
-                options="lab.cli.eval_frontier:Frontier",
+            "frontier": _lab(
+                "evaluate",
+                "Frontier",
+                "frontier_report:run",
+                "quality against latency and FLOPs over thresholds, depths or exit layers",
             ),
-            "judge": Command(help="Likert scores and pairwise wins from a judge model", options="lab.cli.eval_judge:Judge"),
+            "judge": _lab("evaluate", "Judge", "judge_results:run", "Likert scores and pairwise wins from a judge model"),
         },
     ),
     "bench": Command(
@@ -85,49 +94,49 @@ COMMANDS: dict[str, Command] = {
         description="Measure how fast the engine runs MODEL. Everything counts, from the first request to the last token. "
         "Ctrl-C ends a benchmark with what was measured so far.",
         kinds={
-            "throughput": Command(help="tokens per second over many requests", options="lab.cli.bench:Throughput"),
-            "latency": Command(help="milliseconds per token, one request at a time", options="lab.cli.bench:Latency"),
-            "kernels": Command(help="each kernel of a decode step by itself", options="lab.cli.bench:Kernels"),
-            "host": Command(help="what the engine costs the CPU, without a model", options="lab.cli.bench:Host"),
+            "throughput": _lab("bench", "Throughput", "run:run", "tokens per second over many requests"),
+            "latency": _lab("bench", "Latency", "run:run", "milliseconds per token, one request at a time"),
+            "kernels": _lab("bench", "Kernels", "kernels:run", "each kernel of a decode step by itself"),
+            "host": _lab("bench", "Host", "host:run", "what the engine costs the CPU, without a model"),
         },
     ),
-    "plot": Command(help="draw training curves", options="lab.cli.plot:Plot"),
+    "plot": _lab("analyze", "Plot", "runs:run_plot", "draw training curves"),
     "analyze": Command(
         help="analyze routing, KV cache, exits, weights or training runs",
         description="Analyze a model on text, its weights, or training runs. Writes the numbers as JSON, pictures, and one "
         "HTML page into a directory.",
         kinds={
-            "routing": Command(
-                help="how deep tokens go, and how well routers decide", options="lab.cli.analyze:AnalyzeRouting"
+            "routing": _lab(
+                "analyze", "AnalyzeRouting", "routing_report:run", "how deep tokens go, and how well routers decide"
             ),
-            "kv": Command(
-                help="how hidden states, keys and values change from step to step", options="lab.cli.analyze:KeysAndValues"
+            "kv": _lab("analyze", "KeysAndValues", "kv:run", "how hidden states, keys and values change from step to step"),
+            "exits": _lab(
+                "analyze", "Exits", "exits_report:run", "agreement, confidence and time of every layer as an exit"
             ),
-            "exits": Command(
-                help="agreement, confidence and time of every layer as an exit", options="lab.cli.analyze:Exits"
+            "weights": _lab(
+                "analyze", "AnalyzeWeights", "weights:run", "what tying layers loses, and the rank that restores it"
             ),
-            "weights": Command(
-                help="what tying layers loses, and the rank that restores it", options="lab.cli.analyze:AnalyzeWeights"
-            ),
-            "runs": Command(help="training curves as a page", options="lab.cli.analyze:Runs"),
+            "runs": _lab("analyze", "Runs", "runs:run", "training curves as a page"),
         },
     ),
-    "plan": Command(help="plan training: tokens for a FLOP budget, model size, GPU memory", options="lab.cli.plan:Plan"),
+    "plan": _lab("analyze", "Plan", "plans:run", "plan training: tokens for a FLOP budget, model size, GPU memory"),
     "simulate": Command(
         help="simulate throughput from exit depths and measured times",
         description="Simulate the throughput of a model whose tokens exit at given depths on a device with given times, "
         "with the engine's own scheduler. The word throughput may be left out.",
         default_kind="throughput",
         kinds={
-            "throughput": Command(
-                help="vanilla, sequence-wise and depth-wise batching of the same sequences",
-                options="lab.cli.simulate_throughput:SimulateThroughput",
+            "throughput": _lab(
+                "simulate",
+                "SimulateThroughput",
+                "throughput:run",
+                "vanilla, sequence-wise and depth-wise batching of the same sequences",
             ),
-            "thesis": Command(
-                help="the thesis' throughput tables, simulated from its A100 times", options="lab.cli.simulate_thesis:Thesis"
+            "thesis": _lab(
+                "simulate", "Thesis", "thesis:run", "the thesis' throughput tables, simulated from its A100 times"
             ),
-            "validate": Command(
-                help="a simulated workload against the engine's measurement", options="lab.cli.simulate_validate:Validate"
+            "validate": _lab(
+                "simulate", "Validate", "validate:run", "a simulated workload against the engine's measurement"
             ),
         },
     ),
@@ -135,12 +144,12 @@ COMMANDS: dict[str, Command] = {
         help="run studies: many training runs, a ledger, tables and verdicts",
         description="A study is a YAML file: runs that differ in one thing each, seeds, and the claims that they decide.",
         kinds={
-            "list": Command(help="list the shipped studies", options="lab.cli.study:ListStudies"),
-            "show": Command(help="show the runs of a study", options="lab.cli.study:ShowStudy"),
-            "run": Command(help="run what is left of a study", options="lab.cli.study:RunStudy"),
-            "status": Command(help="count finished, failed and remaining runs", options="lab.cli.study:StudyStatus"),
-            "merge": Command(help="merge the ledger of another machine", options="lab.cli.study:Merge"),
-            "report": Command(help="write tables, pictures and verdicts from the ledger", options="lab.cli.study:Report"),
+            "list": _lab("study", "ListStudies", "spec:run_list", "list the shipped studies"),
+            "show": _lab("study", "ShowStudy", "commands:run_show", "show the runs of a study"),
+            "run": _lab("study", "RunStudy", "commands:run_queue", "run what is left of a study"),
+            "status": _lab("study", "StudyStatus", "commands:run_status", "count finished, failed and remaining runs"),
+            "merge": _lab("study", "Merge", "ledger:run_merge", "merge the ledger of another machine"),
+            "report": _lab("study", "Report", "commands:run_report", "write tables, pictures and verdicts from the ledger"),
         },
     ),
 }
@@ -193,12 +202,11 @@ class _Parser(argparse.ArgumentParser):
             self.epilog = f"`{self.prog} KIND --help` lists the options of a kind."
             add_commands(self, command.kinds, "KIND", prog=self.prog)
             return
-        module, _, name = command.options.partition(":")
-        self.options = getattr(importlib.import_module(f"fathomlm.{module}"), name)
+        self.options = _find(command.options)
         self.description = inspect.cleandoc(self.options.__doc__ or "")
         self.allow_abbrev = "fields" not in self.options.__annotations__
         add_flags(self, self.options)
-        self.set_defaults(options=self.options)
+        self.set_defaults(options=self.options, row=command)
         needed = [f"{action.option_strings[-1]} {action.metavar}" for action in self._actions if _is_required_flag(action)]
         arguments = [self._usage_of(action) for action in self._get_positional_actions()]
         self.usage = " ".join(["%(prog)s", "[options]", *needed, *arguments])
@@ -211,6 +219,20 @@ class _Parser(argparse.ArgumentParser):
     def _check_value(self, action: argparse.Action, value: object) -> None:
         if action.choices is not None and value not in action.choices:
             raise argparse.ArgumentError(None, choices(action.dest, str(value), [str(c) for c in action.choices]))
+
+
+def _find(place: str) -> Any:
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(f"fathomlm.{module}"), name)
+
+
+def _function_of(command: Command) -> Any:
+    try:
+        return _find(command.run)
+    except ModuleNotFoundError as error:
+        if str(error.name).startswith("fathomlm"):
+            raise
+        raise OptionError(f"this command requires the package {error.name}: pip install 'fathomlm[all]'") from error
 
 
 def _is_required_flag(action: argparse.Action) -> bool:
@@ -249,18 +271,22 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def read_command(argv: Sequence[str] | None) -> Any:
-    """The command that was typed, ready to `run`."""
+    """The options of the command that was typed."""
+    return _read(argv)[1]
+
+
+def _read(argv: Sequence[str] | None) -> tuple[Command, Any]:
     args = build_parser().parse_args(argv)
-    return from_args(args.options, args)
+    return args.row, from_args(args.options, args)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _terminated)
     share_cores()
     try:
-        command = read_command(argv)
-        check_first(command)
-        return int(command.run())
+        command, options = _read(argv)
+        check_first(options)
+        return int(_function_of(command)(options) if command.run else options.run())
     except FathomError as error:
         print(f"fathomlm: {error}", file=sys.stderr)
         return 2

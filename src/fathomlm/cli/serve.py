@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 from fathomlm.cli.common import ModelOptions, QuantizeOptions, memory_errors, threshold_file
 from fathomlm.cli.decoding import DepthOptions, ShippedExitOptions, calibrated_fields, tell_shipped
 from fathomlm.cli.first import check_device, check_memory, check_threads
-from fathomlm.cli.serve_models import SeveralOptions, at_hand, catalog_of, model_name, read_lora
-from fathomlm.cli.serve_ray import RayOptions, run_on_ray
+from fathomlm.cli.serve_models import RayOptions, SeveralOptions, at_hand, catalog_of, model_name, read_lora, run_on_ray
 from fathomlm.decode.exiting import SERVED_MODES, Exiting, Threshold
 from fathomlm.engine.options import EngineOptions, RestartPolicy
 from fathomlm.errors import OptionError

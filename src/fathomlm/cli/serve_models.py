@@ -1,9 +1,10 @@
-"""`fathomlm serve --model MODEL ...`: the models that requests may name beside the first one."""
+"""`fathomlm serve --model MODEL ...`: the models that requests may name beside the first one, and `--ray`: replicas."""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,8 +14,11 @@ from fathomlm.depth.presets import PRESETS
 from fathomlm.errors import OptionError
 from fathomlm.options import option
 from fathomlm.packaged import FETCHED, packaged_models
+from fathomlm.serve.options import ReplicaOptions
 
 if TYPE_CHECKING:
+    from fathomlm.engine.options import EngineOptions
+    from fathomlm.serve.options import ServeOptions
     from fathomlm.serve.served_model import ServedModel
     from fathomlm.serve.service import Catalog
 
@@ -103,3 +107,50 @@ def model_name(source: str) -> str:
     """A model's name for clients: its last path part where it is a path."""
     path = Path(source).expanduser()
     return path.resolve().name.removesuffix(".gguf") if path.exists() else source
+
+
+SPARE = 64
+"""Requests that a replica is given beyond what its engine holds: those that it answers with 429, and looks at its status."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RayOptions(ReplicaOptions):
+    """Copies of the server behind one address."""
+
+    ray: bool = option(False, help="run on Ray Serve, on this machine or a cluster")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        flags = {"--replicas": self.replicas != 1, "--max-replicas": self.max_replicas, "--ray-address": self.address}
+        for flag in (flag for flag, given in flags.items() if given and not self.ray):
+            raise OptionError(
+                f"{flag} requires --ray; without it start one server for each GPU, each with its own --port, and a load "
+                "balancer in front"
+            )
+
+    def of_engine(self, engine: EngineOptions, device: str, threads: int | None) -> ReplicaOptions | None:
+        """With what each replica may use; None for a server of one process. Checked before anything is loaded."""
+        if not self.ray:
+            return None
+        if importlib.util.find_spec("ray") is None:
+            raise OptionError("--ray requires Ray Serve: pip install -c constraints.txt -e '.[serve,ray]'")
+        if device.startswith("cuda:"):
+            raise OptionError(f"--ray requires --device cuda, got {device}: Ray gives each replica a GPU of its own")
+        sequences = engine.max_sequences or 2 * engine.batch_size
+        return replace(
+            self, cpus=threads or 1, gpus=int(device == "cuda"), ongoing=engine.batch_size,
+            max_ongoing=engine.max_queue + sequences + SPARE,
+        )  # fmt: skip
+
+
+def run_on_ray(
+    load: Callable[[], ServedModel], options: ServeOptions, replicas: ReplicaOptions, host: str, port: int,
+    tell: Callable[[str], None],
+) -> None:  # fmt: skip
+    from fathomlm.serve.replicas import run_replicas
+
+    def ready() -> None:
+        at = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        tell(f"{replicas.replicas} replicas are ready at {at} (base URL for OpenAI clients: {at}/v1)")
+
+    run_replicas(load, options, replicas, host, port, ready)

@@ -116,7 +116,7 @@ def _with_data(recipe: Any) -> tuple[Any, int | None]:
 
 
 def _train(recipe: Any, resume: bool, as_json: bool) -> int:
-    from fathomlm.cli.progress import TrainingBar
+    from fathomlm.cli.display import TrainingBar
     from fathomlm.train.run import train
 
     with TrainingBar(recipe.name) as bar:

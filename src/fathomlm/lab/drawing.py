@@ -7,13 +7,11 @@ something is drawn.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fathomlm.checkpoints.writing import whole_file
 from fathomlm.errors import OptionError
-from fathomlm.options import check, option
 
 LONGEST_NAME = 32
 LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#56B4E9")
@@ -26,43 +24,6 @@ STAR: dict[str, Any] = {"marker": "*", "linestyle": "none", "markeredgecolor": "
 """A point that stands out among others."""
 TABLE_LINE, TITLE = 0.27, 0.5
 """Inches of a line of the table, and of the title."""
-AXES: dict[str, tuple[str, str]] = {
-    "tokens": ("tokens", "training tokens"),
-    "steps": ("step", "optimizer steps"),
-    "time": ("seconds", "training time"),
-    "flops": ("flops", "training compute"),
-}
-"""What a curve can be drawn over: the field of a record, and what the axis is called."""
-METRICS: dict[str, tuple[str, str]] = {
-    "loss": ("training loss", "nats per token"),
-    "validation": ("validation loss", "nats per token"),
-    "exits": ("validation loss at each exit", "nats per token"),
-    "lr": ("learning rate", ""),
-    "tokens_per_s": ("speed", "tokens per second"),
-    "mfu": ("utilisation (MFU)", "% of peak"),
-    "mfu_sustained": ("utilisation of what is sustained", "% of sustained rate"),
-    "grad_norm": ("gradient norm", "before clipping"),
-}
-"""What can be drawn: the panel's title, and the unit of its axis."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlotOptions:
-    """How the curves of training runs are drawn."""
-
-    x: str = option("tokens", choices=tuple(AXES), help="horizontal axis")
-    metric: str | None = option(
-        None, choices=tuple(METRICS), help="what to draw", default_text="training and validation loss"
-    )
-    smooth: float | None = option(
-        None, ge=0, le=0.99, metavar="F", default_text="by length",
-        help="smoothing of the curves, from 0 (none) to 1",
-    )  # fmt: skip
-    """None lets the mean reach over about a fortieth of the run, so that a short run is not drawn above where it is."""
-    logy: bool = option(False, help="logarithmic vertical axis")
-
-    def __post_init__(self) -> None:
-        check(self)
 
 
 def check_matplotlib() -> None:

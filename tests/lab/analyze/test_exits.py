@@ -17,8 +17,8 @@ from fathomlm.errors import OptionError
 from fathomlm.lab.analyze.breakdown import PARTS, measure_times
 from fathomlm.lab.analyze.exits import ExitNumbers, check_exits, complete, measure
 from fathomlm.lab.analyze.exits_report import fit_table, layer_table, time_table
-from fathomlm.lab.analyze.token_rows import TokenRows, find, read_rows
 from fathomlm.lab.bench.timed import StageClock
+from fathomlm.lab.token_rows import TokenRows, find, read_rows
 from fathomlm.model.hub import FathomForCausalLM
 from fathomlm.model.seq2seq import FathomForSeq2SeqLM
 from lab.analyze.tiny import model_of, text_file

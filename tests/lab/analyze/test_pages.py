@@ -11,15 +11,17 @@ import pytest
 from fathomlm.cli.display import label, pieces, token_text, visible
 from fathomlm.depth.colours import depth_colours, ink, luminance
 from fathomlm.errors import OutputError
-from fathomlm.lab.analyze import kv, kv_report, routing, routing_report
-from fathomlm.lab.analyze.kv_report import draw_kv, kv_page, write_kv
-from fathomlm.lab.analyze.report import About, check_directory, strict
+from fathomlm.lab.analyze import kv, routing, routing_report
+from fathomlm.lab.analyze.kv import draw_kv, kv_page, write_kv
+from fathomlm.lab.analyze.pictures import lay
+from fathomlm.lab.analyze.report import About
 from fathomlm.lab.analyze.routing import RoutingNumbers, ShownToken
 from fathomlm.lab.analyze.routing_meters import TokenDepth
 from fathomlm.lab.analyze.routing_report import draw_scaling, draw_scores, routing_page, write_routing
-from fathomlm.lab.analyze.text_picture import lay
-from fathomlm.lab.analyze.token_rows import find, read_rows
+from fathomlm.lab.common import check_directory
+from fathomlm.lab.token_rows import find, read_rows
 from fathomlm.train.data.tokenizers import byte_tokenizer
+from fathomlm.train.report import strict
 from lab.analyze.tiny import model_of, text_file
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -173,7 +175,7 @@ def test_all_files_of_an_analysis(numbers: RoutingNumbers, tmp_path: Path) -> No
 
 
 def test_a_directory_is_replaced_whole(kv_numbers: kv.KVNumbers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_report, "draw_kv", lambda numbers, name, out: out.write_bytes(b"picture"))
+    monkeypatch.setattr(kv, "draw_kv", lambda numbers, name, out: out.write_bytes(b"picture"))
     out = tmp_path / "kv"
     out.mkdir()
     write_kv(kv_numbers, ABOUT, out)  # an empty directory is as good as none

@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from fathomlm.depth import DepthPlan
 from fathomlm.depth.cost import count
 from fathomlm.errors import OptionError
-from fathomlm.lab.analyze import token_rows
+from fathomlm.lab import token_rows
 from fathomlm.lab.analyze.routing import RoutingNumbers, check_routed, measure
 from fathomlm.lab.analyze.routing_meters import GainMeter
 from fathomlm.lab.analyze.routing_report import flops_table, routing_table, scaling_table, score_table
-from fathomlm.lab.analyze.token_rows import TokenRows, find, read_rows
+from fathomlm.lab.token_rows import TokenRows, find, read_rows
 from fathomlm.model.hub import FathomForCausalLM
 from fathomlm.model.route import DepthControl, RoutingTrace
 from fathomlm.model.route.trace import RoutingMeter

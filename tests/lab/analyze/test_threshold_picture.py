@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fathomlm.decode.threshold import KEPT, Refit, ThresholdEstimator, ThresholdOptions
-from fathomlm.lab.analyze.threshold_picture import DARKER, WRONG, _table, draw_threshold
+from fathomlm.lab.analyze.pictures import DARKER, WRONG, _table, draw_threshold
 from fathomlm.lab.drawing import SELECTED, UNSELECTED
 
 pytest.importorskip("matplotlib")

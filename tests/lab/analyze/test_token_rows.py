@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from fathomlm.errors import DataError, OptionError
-from fathomlm.lab.analyze import token_rows
-from fathomlm.lab.analyze.token_rows import find, read_rows, row_length, text_row
+from fathomlm.lab import token_rows
+from fathomlm.lab.token_rows import find, read_rows, row_length, text_row
 from fathomlm.train.data.prepare import PrepareOptions, prepare
 from lab.analyze.tiny import TEXT, model_of, text_file
 

@@ -9,8 +9,7 @@ from fathomlm.checkpoints.assemble import ModelBase
 from fathomlm.checkpoints.convert import convert
 from fathomlm.depth import DepthPlan
 from fathomlm.errors import OptionError
-from fathomlm.lab.analyze.weights import bands, check_inits, energies, measure, open_plain
-from fathomlm.lab.analyze.weights_report import kind_table, rank_table
+from fathomlm.lab.analyze.weights import bands, check_inits, energies, kind_table, measure, open_plain, rank_table
 from fathomlm.model.hub import FathomForCausalLM
 from lab.analyze.tiny import model_of, saved
 

@@ -12,9 +12,8 @@ import torch
 from decode.exit_models import LLAMA, build
 from fathomlm.depth import DepthPlan
 from fathomlm.errors import UnsupportedModel
-from fathomlm.lab.bench.hugging_face import batched, hugging_face_model, one_by_one
 from fathomlm.lab.bench.measure import Timing
-from fathomlm.lab.bench.models import random_model
+from fathomlm.lab.bench.models import batched, hugging_face_model, one_by_one, random_model
 from fathomlm.lab.bench.workload import Workload, WorkloadRequest
 from fathomlm.model.hub import FathomForCausalLM
 from model.route.small import model_of, routed

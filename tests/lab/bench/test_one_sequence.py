@@ -9,7 +9,7 @@ import pytest
 from decode.exit_models import NEW, PROMPTS, build, exiting, mixing_threshold
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.full import generate
-from fathomlm.lab.bench.one_sequence import OneSequence
+from fathomlm.lab.bench.play import OneSequence
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -11,9 +11,8 @@ from torch import Tensor
 from fathomlm.cache import NoCache, build_cache
 from fathomlm.decode.full import prefill
 from fathomlm.depth import Architecture, DepthPlan, Relaxation, build_routing
-from fathomlm.lab.evaluate.encoding import Pair
 from fathomlm.lab.evaluate.outputs import Output
-from fathomlm.lab.evaluate.scoring import Score
+from fathomlm.lab.evaluate.scoring import Pair, Score
 from fathomlm.model.attention_mask import TokenBatch, full_masks
 from fathomlm.model.hub import FathomConfig, FathomForCausalLM
 from fathomlm.train.data.tokenizers import byte_tokenizer

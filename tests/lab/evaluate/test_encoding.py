@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fathomlm.errors import DataError, OptionError
-from fathomlm.lab.evaluate.encoding import Pair, TextEncoder, windows
+from fathomlm.lab.evaluate.scoring import Pair, TextEncoder, windows
 from lab.evaluate.evaluate_models import model_of
 
 

@@ -14,7 +14,6 @@ from fathomlm.decode.sampling import Sampling
 from fathomlm.depth.cost import count
 from fathomlm.errors import OptionError
 from fathomlm.lab.evaluate import frontier as module
-from fathomlm.lab.evaluate.encoding import TextEncoder
 from fathomlm.lab.evaluate.frontier import (
     FULL_DEPTH,
     DecodedSweep,
@@ -27,10 +26,9 @@ from fathomlm.lab.evaluate.frontier import (
     sweep_settings,
     threshold_settings,
 )
-from fathomlm.lab.evaluate.frontier_quality import agreement, perplexities, text_metric
-from fathomlm.lab.evaluate.metrics import find_metric
-from fathomlm.lab.evaluate.samples import Sample
-from fathomlm.lab.evaluate.scoring import Scorer, predict
+from fathomlm.lab.evaluate.frontier_report import agreement, perplexities, text_metric
+from fathomlm.lab.evaluate.samples import Sample, find_metric
+from fathomlm.lab.evaluate.scoring import Scorer, TextEncoder, predict
 from fathomlm.model.seq2seq import FathomForSeq2SeqLM
 from lab.evaluate.evaluate_models import model_of
 from parity.t5_models import write_tiny_t5

@@ -14,8 +14,7 @@ from fathomlm.decode.sampling import Sampling
 from fathomlm.decode.threshold import ThresholdEstimator, ThresholdOptions
 from fathomlm.errors import DataError, OptionError
 from fathomlm.lab.evaluate.generation import CompletedSamples, complete_samples, cut_prompt, latency, report
-from fathomlm.lab.evaluate.metrics import squad
-from fathomlm.lab.evaluate.samples import FORMS, PromptForm, Sample, choose_form, read_samples
+from fathomlm.lab.evaluate.samples import FORMS, PromptForm, Sample, choose_form, read_samples, squad
 from jsonl import write_jsonl
 from lab.evaluate.evaluate_models import model_of
 

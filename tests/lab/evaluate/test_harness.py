@@ -26,12 +26,11 @@ from fathomlm.checkpoints.export import export
 from fathomlm.checkpoints.resolve import load
 from fathomlm.decode.sampling import Sampling
 from fathomlm.errors import DataError, OptionError
-from fathomlm.lab.evaluate import harness_tasks
-from fathomlm.lab.evaluate.encoding import TextEncoder
 from fathomlm.lab.evaluate.harness import HarnessModel, read_batch, read_sampling
 from fathomlm.lab.evaluate.likelihood import answer, read_task
 from fathomlm.lab.evaluate.outputs import FULL, Output, exit_outputs
-from fathomlm.lab.evaluate.scoring import Scorer
+from fathomlm.lab.evaluate.scoring import Scorer, TextEncoder
+from fathomlm.lab.evaluate.tasks import HarnessTasks
 from jsonl import write_jsonl
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -222,7 +221,7 @@ def test_tasks_of_the_harness_are_what_local_files_are(tiny_model: Any, tmp_path
     outputs = (Output(layer=2), FULL)
     told: list[tuple[int, int]] = []
     names = ("tiny_words", "tiny_choices")
-    tasks = harness_tasks.HarnessTasks(names, include=tmp_path)
+    tasks = HarnessTasks(names, include=tmp_path)
     found = tasks.run(tiny_model, outputs, batch=4, limit=9, on_done=lambda *now: told.append(now))
     encoder, scorer = TextEncoder(tiny_model), Scorer(tiny_model, outputs)
     for name in names:
@@ -233,9 +232,7 @@ def test_tasks_of_the_harness_are_what_local_files_are(tiny_model: Any, tmp_path
                 metrics["acc_bytes"] = metrics.pop("acc_norm")
                 del metrics["acc_norm_stderr"]
             assert theirs[name] == pytest.approx(metrics, rel=1e-4)
-    both = harness_tasks.HarnessTasks(["tiny_both"], include=tmp_path).run(tiny_model, (FULL,), batch=4, limit=9)[0][
-        "tiny_both"
-    ]
+    both = HarnessTasks(["tiny_both"], include=tmp_path).run(tiny_model, (FULL,), batch=4, limit=9)[0]["tiny_both"]
     assert both["examples"] == 18
     assert both["acc"] == pytest.approx((found[1]["tiny_words"]["acc"] + found[1]["tiny_choices"]["acc"]) / 2)
     assert told
@@ -247,11 +244,11 @@ def test_what_the_harness_cannot_load_is_one_line(tiny_model: Any, tmp_path: Pat
     yaml_tasks(tmp_path)
     (tmp_path / "tiny_words.jsonl").unlink()
     with pytest.raises(DataError, match=r"tiny_words could not be loaded: .*; --data DIR reads from files"):
-        harness_tasks.HarnessTasks(["tiny_words"], include=tmp_path).run(tiny_model, (FULL,), batch=2)
+        HarnessTasks(["tiny_words"], include=tmp_path).run(tiny_model, (FULL,), batch=2)
     with pytest.raises(OptionError, match=r"unknown task 'tiny_wrods' .did you mean 'tiny_words'"):
-        harness_tasks.HarnessTasks(["tiny_wrods"], include=tmp_path)
+        HarnessTasks(["tiny_wrods"], include=tmp_path)
     with pytest.raises(DataError, match="nowhere does not exist"):
-        harness_tasks.HarnessTasks(["tiny_words"], include=tmp_path / "nowhere")
+        HarnessTasks(["tiny_words"], include=tmp_path / "nowhere")
 
 
 @pytest.mark.slow
@@ -271,8 +268,8 @@ def test_the_harness_own_command_knows_the_model_by_name(tiny_model_dir: Path, t
     ]
     subprocess.run([sys.executable, "-m", "fathomlm.lab.evaluate", *model, *tasks], check=True, cwd=tmp_path)
     (found,) = (tmp_path / "out").rglob("results_*.json")
-    mine = harness_tasks.HarnessTasks(["tiny_choices"], include=tmp_path).run(
-        load(tiny_model_dir), (Output(layer=2),), batch=4, limit=6
-    )[0]["tiny_choices"]
+    mine = HarnessTasks(["tiny_choices"], include=tmp_path).run(load(tiny_model_dir), (Output(layer=2),), batch=4, limit=6)[
+        0
+    ]["tiny_choices"]
     theirs = json.loads(found.read_text())["results"]["tiny_choices"]
     assert theirs["acc,none"] == pytest.approx(mine["acc"])

@@ -15,8 +15,8 @@ import pytest
 
 from cli.judge_server import GOOD, Said, judge
 from fathomlm.errors import DataError, OptionError, OutputError
-from fathomlm.lab.evaluate.judge.client import Endpoint, EndpointError, JudgeError, Reply
-from fathomlm.lab.evaluate.judge.questions import IN_A_ROW, AnswerFile, Answers, JudgeQuestion, ask_all, key_of
+from fathomlm.lab.evaluate.judge_client import Endpoint, EndpointError, JudgeError, Reply
+from fathomlm.lab.evaluate.judge_questions import IN_A_ROW, AnswerFile, Answers, JudgeQuestion, ask_all, key_of
 
 QUICK: dict[str, Any] = {"model": "m", "timeout": 5.0}
 SOON = {"retry-after-ms": "1"}

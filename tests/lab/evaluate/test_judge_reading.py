@@ -8,10 +8,18 @@ from typing import Any
 import pytest
 
 from fathomlm.errors import DataError, OptionError
-from fathomlm.lab.evaluate.judge.client import Reply
-from fathomlm.lab.evaluate.judge.outputs import JudgedOutputs, JudgedRow, read_outputs
-from fathomlm.lab.evaluate.judge.prompts import DIMENSIONS, Templates, read_scores, read_verdict
-from fathomlm.lab.evaluate.judge.questions import Answers, JudgeQuestion, likert, pairwise, questions
+from fathomlm.lab.evaluate.judge_client import Reply
+from fathomlm.lab.evaluate.judge_prompts import (
+    DIMENSIONS,
+    JudgedOutputs,
+    JudgedRow,
+    Templates,
+    read_outputs,
+    read_scores,
+    read_verdict,
+)
+from fathomlm.lab.evaluate.judge_questions import Answers, JudgeQuestion, questions
+from fathomlm.lab.evaluate.judge_results import likert, pairwise
 from jsonl import write_jsonl
 
 TWO = ("relevance", "fluency")

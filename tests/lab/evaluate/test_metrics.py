@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from fathomlm.errors import OptionError
-from fathomlm.lab.evaluate.metrics import METRICS, find_metric, last_number, normalise, number, squad, word_f1
+from fathomlm.lab.evaluate.samples import METRICS, find_metric, last_number, normalise, number, squad, word_f1
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from fathomlm.errors import DataError
-from fathomlm.lab.evaluate.encoding import TextEncoder
 from fathomlm.lab.evaluate.outputs import FULL, Output
-from fathomlm.lab.evaluate.scoring import Scorer, predict
+from fathomlm.lab.evaluate.scoring import Scorer, TextEncoder, predict
 from fathomlm.model.hub import FathomForCausalLM
 from lab.evaluate.evaluate_models import model_of, slow_logits
 

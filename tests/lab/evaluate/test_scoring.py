@@ -11,9 +11,8 @@ import torch
 from fathomlm.decode.full import generate
 from fathomlm.errors import DataError, OptionError
 from fathomlm.lab.evaluate import scoring
-from fathomlm.lab.evaluate.encoding import Pair
 from fathomlm.lab.evaluate.outputs import FULL, Output, depth_outputs, exit_outputs
-from fathomlm.lab.evaluate.scoring import Score, Scorer
+from fathomlm.lab.evaluate.scoring import Pair, Score, Scorer
 from lab.evaluate.evaluate_models import PLANS, ROUTED, model_of, random_pairs, slow_score
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -12,10 +12,9 @@ import pytest
 
 from fathomlm.errors import DataError, OptionError
 from fathomlm.jsonfile import Fields
-from fathomlm.lab.evaluate.encoding import TextEncoder
 from fathomlm.lab.evaluate.likelihood import FORMS, Question, answer, build_items, count, read_task, recognise, samples
 from fathomlm.lab.evaluate.outputs import FULL, Output
-from fathomlm.lab.evaluate.scoring import Score, Scorer
+from fathomlm.lab.evaluate.scoring import Score, Scorer, TextEncoder
 from fathomlm.lab.evaluate.tasks import GROUPS, TASKS, check_folder, find_file, gather, members, shots_file
 from lab.evaluate.evaluate_models import model_of, slow_score
 

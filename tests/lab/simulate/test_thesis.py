@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fathomlm.lab.simulate.presets import all_printed
-from fathomlm.lab.simulate.thesis import fit_mean, implied_depths, lengths, parts_for, thesis_table
+from fathomlm.lab.simulate.thesis import all_printed, fit_mean, implied_depths, lengths, parts_for, thesis_table
 
 
 def test_parts_have_the_mean_that_was_asked_for() -> None:

@@ -5,7 +5,7 @@ from statistics import stdev
 
 import pytest
 
-from fathomlm.lab.study.stats import Difference, difference, judge_order, judge_same, residual, t_95
+from fathomlm.lab.study.results import Difference, difference, judge_order, judge_same, residual, t_95
 
 
 def test_a_pair_alone_has_the_paired_t_interval() -> None:

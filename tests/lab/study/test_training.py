@@ -12,13 +12,12 @@ import torch
 
 from fathomlm.cli.main import main
 from fathomlm.errors import DataError
-from fathomlm.lab.study import guard as guards
-from fathomlm.lab.study.guard import Guard
+from fathomlm.lab.study import training as guards
 from fathomlm.lab.study.jobs import Place, jobs_of, recipe_of
 from fathomlm.lab.study.ledger import Ledger
 from fathomlm.lab.study.queue import RESERVE, Outcome, Pace, Visit, work_off
 from fathomlm.lab.study.spec import Study, build_study, read_study
-from fathomlm.lab.study.training import TrainingExecutor
+from fathomlm.lab.study.training import Guard, TrainingExecutor
 from fathomlm.train.data.corpus import Corpus
 from fathomlm.train.report import SilentWatcher
 from fathomlm.train.setup import build_student, make_loader

@@ -20,16 +20,16 @@ from torch import Tensor, nn
 from fathomlm.cache import SlotCache, Span
 from fathomlm.cache.dense import Entries, StepKV
 from fathomlm.decode.early_exit import EXIT_MODES
-from fathomlm.decode.exit_forward import ExitPolicy, GatheredTokens, PartialForward
+from fathomlm.decode.exit_forward import ExitPolicy, PartialForward
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.generation import ExitingSequence, SequenceState
 from fathomlm.decode.prompts import read_sources, start_token
 from fathomlm.decode.sampling import Sampling
 from fathomlm.depth import DepthPlan, Step
-from fathomlm.lab.bench.timed import StageClock
+from fathomlm.lab.bench.timed import StageClock, clock_methods
+from fathomlm.lab.common import OnProgress, unwatched
 from fathomlm.model.blocks import Block, CrossBlock
 from fathomlm.model.decoder import Decoder
-from fathomlm.model.encoder_memory import EncoderMemory
 from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomModel
 
 PARTS = ("embedding", "attention", "feed-forward", "norms", "head", "exit heads", "cache", "copying", "rest")
@@ -82,32 +82,6 @@ class _TimedCache(SlotCache):
         kv = super().at(step)
         return None if kv is None else _TimedKV(kv, self._clock)
 
-    def reads(self, step: Step) -> Entries | None:
-        with self._clock("cache"):
-            return super().reads(step)
-
-
-class _TimedForward(PartialForward):
-    def __init__(self, decoder: Decoder, cache: SlotCache, clock: StageClock, memory: EncoderMemory | None) -> None:
-        super().__init__(decoder, cache, batch_size=1, memory=memory)
-        self._clock, self._last = clock, decoder.plan.unrolled_layers - 1
-
-    def enter(self, tokens: Sequence[Sequence[int]]) -> Tensor:
-        with self._clock("embedding"):
-            return super().enter(tokens)
-
-    def run(self, x_RNM: Tensor, steps: Sequence[Step], gathered: GatheredTokens) -> Tensor:
-        with self._clock("norms"):  # what is neither attention nor feed-forward in it: norms, and sums
-            return super().run(x_RNM, steps, gathered)
-
-    def copy(self, x_RNM: Tensor, steps: Sequence[Step], gathered: GatheredTokens) -> None:
-        with self._clock("copying"):
-            super().copy(x_RNM, steps, gathered)
-
-    def logits(self, x_RNM: Tensor, index: int) -> Tensor:
-        with self._clock("head" if index == self._last else "exit heads"):
-            return super().logits(x_RNM, index)
-
 
 @contextmanager
 def _watched(decoder: Decoder, clock: StageClock) -> Iterator[None]:
@@ -141,7 +115,7 @@ def measure_times(
     exits: Sequence[int],
     threshold: float,
     new_tokens: int = 32,
-    on_text: Callable[[int, int], None] | None = None,
+    on_text: OnProgress = unwatched,
 ) -> TimeBreakdown:
     """Decode the prompts at full depth, with copied states at every layer from the first exit on, and in parallel from the
     first exit. `exits` are layers from 1; `on_text` is called with (done, total)."""
@@ -161,8 +135,7 @@ def measure_times(
             row = _decode(model, prompt, exiting, clocks[name], new_tokens)
             made[name] += len(row.tokens) - 1
             left[name] += sum(token_exit.layer < model.plan.unrolled_layers for token_exit in row.token_exits[1:])
-            if on_text is not None:
-                on_text(number * len(modes) + place + 1, total)
+            on_text(number * len(modes) + place + 1, total)
     return TimeBreakdown(threshold=threshold, modes=_shares(clocks, made, left))
 
 
@@ -187,7 +160,14 @@ def _decode(model: FathomModel, prompt: Sequence[int], exiting: Exiting, clock: 
     memory, source = None, None
     if isinstance(model, FathomForSeq2SeqLM):
         memory, source, prompt = read_sources(model, [prompt]), list(prompt), [start_token(model)]
-    forward = _TimedForward(decoder, cache, clock, memory)
+    forward = PartialForward(decoder, cache, batch_size=1, memory=memory)
+    last = model.plan.unrolled_layers - 1
+    clock_methods(clock, cache, reads="cache")
+    clock_methods(
+        clock, forward, enter="embedding", copy="copying",
+        run="norms",  # what is neither attention nor feed-forward in it: norms, and sums
+        logits=lambda x_RNM, index: "head" if index == last else "exit heads",
+    )  # fmt: skip
     mode = EXIT_MODES[exiting.mode](forward, policy, exiting)
     sequence = ExitingSequence(0, SequenceState(model, list(prompt), sampling, None, source), sampling, [])
     if held := sequence.position:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,8 +34,9 @@ from fathomlm.decode.threshold import ThresholdEstimator, ThresholdOptions
 from fathomlm.depth import DepthPlan
 from fathomlm.errors import OptionError, choices
 from fathomlm.lab.analyze.breakdown import TimeBreakdown
-from fathomlm.lab.analyze.token_rows import TokenRows
+from fathomlm.lab.common import OnProgress, unwatched, without
 from fathomlm.lab.simulate.collect import exits_of
+from fathomlm.lab.token_rows import TokenRows
 from fathomlm.model.decoder import Decoder
 from fathomlm.model.encoder_memory import EncoderMemory
 from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomModel
@@ -109,26 +110,12 @@ class ExitNumbers:
     """Where the time goes while decoding; None where it was not asked for."""
 
     def to_dict(self) -> dict[str, Any]:
-        record = self.summary()
-        return record | {"exits": [fit.to_dict() for fit in self.exits]}
+        return dataclasses.asdict(dataclasses.replace(self, exits=[])) | {"exits": [fit.to_dict() for fit in self.exits]}
 
     def summary(self) -> dict[str, Any]:
         """Without histograms."""
-        exits = [fit.to_dict() for fit in self.exits]
-        for fit in exits:
-            for name in ("agree", "disagree"):
-                fit[name] = {key: value for key, value in fit[name].items() if key != "bins"}
-        return {
-            "rows": self.rows,
-            "context": self.context,
-            "confidence": self.confidence,
-            "oracle_layer": self.oracle_layer,
-            "oracle_cosine": self.oracle_cosine,
-            "settled_layer": self.settled_layer,
-            "layers": [dataclasses.asdict(layer) for layer in self.layers],
-            "exits": exits,
-            "breakdown": None if self.breakdown is None else dataclasses.asdict(self.breakdown),
-        }
+        found: dict[str, Any] = without(self.to_dict(), ("bins",))
+        return found
 
 
 def _class(estimator: ThresholdEstimator, agreed: bool) -> dict[str, Any]:
@@ -169,15 +156,14 @@ class DecodedSource:
 
 
 def complete(
-    model: FathomForSeq2SeqLM, sources: Sequence[list[int]], new: int, on_text: Callable[[int, int], None] | None = None
+    model: FathomForSeq2SeqLM, sources: Sequence[list[int]], new: int, on_text: OnProgress = unwatched
 ) -> list[DecodedSource]:
     """Greedily, at full depth."""
     made = []
     for source in sources:
         (text,) = generate(model, [source], max_new_tokens=new)
         made.append(DecodedSource(source, torch.tensor([start_token(model), *text.tokens[:-1]]), torch.tensor(text.tokens)))
-        if on_text is not None:
-            on_text(len(made), len(sources))
+        on_text(len(made), len(sources))
     return made
 
 
@@ -189,7 +175,7 @@ def measure(
     layers: Sequence[int] | None = None,
     confidence: str = "gap",
     rule: ThresholdOptions | None = None,
-    on_rows: Callable[[int, int], None] | None = None,
+    on_rows: OnProgress = unwatched,
 ) -> ExitNumbers:
     """Run each row, and evaluate every layer at every token. `on_rows` is called with (done, total)."""
     decoder, plan = model.decoder, model.plan
@@ -208,8 +194,7 @@ def measure(
             estimators[layer].observe(sure_N.tolist(), agreed_N.tolist())
             estimators[layer].end_sequence()
             kept[layer].append((sure_N, agreed_N))
-        if on_rows is not None:
-            on_rows(done, len(rows))
+        on_rows(done, len(rows))
     return ExitNumbers(
         rows=len(rows),
         context=rows.context if isinstance(rows, TokenRows) else max(len(each.tokens_T) for each in rows),

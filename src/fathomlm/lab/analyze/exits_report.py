@@ -3,16 +3,25 @@ its time, and the page."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fathomlm.lab.analyze.breakdown import PARTS, TimeBreakdown
-from fathomlm.lab.analyze.exits import ExitNumbers
-from fathomlm.lab.analyze.report import About, Draw, render, write_report
-from fathomlm.lab.analyze.threshold_picture import draw_fit
+from fathomlm.checkpoints.resolve import plan_of
+from fathomlm.cli.common import read_documents
+from fathomlm.cli.decoding import lift_exit_vocab
+from fathomlm.cli.display import Rows, progress_bar
+from fathomlm.decode.prompts import encode_prompt
+from fathomlm.errors import OptionError
+from fathomlm.lab.analyze.breakdown import PARTS, TimeBreakdown, measure_times
+from fathomlm.lab.analyze.exits import DecodedSource, ExitNumbers, check_exits, complete, measure
+from fathomlm.lab.analyze.options import LONGEST_EXIT_ROW, Exits
+from fathomlm.lab.analyze.pictures import draw_fit
+from fathomlm.lab.analyze.report import About, Draw, about_model, finish, render, write_report
+from fathomlm.lab.common import optional
 from fathomlm.lab.drawing import (
     LINES,
     SELECTED,
@@ -23,7 +32,8 @@ from fathomlm.lab.drawing import (
     save_figure,
     shortened,
 )
-from fathomlm.lab.tables import Rows, optional
+from fathomlm.lab.token_rows import TokenRows, find, read_rows, row_length
+from fathomlm.model.seq2seq import FathomForSeq2SeqLM
 
 STYLES: dict[str, tuple[str, str | None]] = {
     "embedding": ("#000000", None),
@@ -38,6 +48,8 @@ STYLES: dict[str, tuple[str, str | None]] = {
 }
 """Colours of Okabe and Ito and two greys; what only early exits pay for is hatched."""
 COLUMNS = 2
+LONGEST_SOURCE = 512
+"""Tokens of a document that an encoder reads, as `fathomlm calibrate` has it."""
 
 
 def write_exits(numbers: ExitNumbers, about: About, out: Path, force: bool = False) -> list[Path]:
@@ -174,6 +186,55 @@ def draw_times(breakdown: TimeBreakdown, name: str, out: Path) -> None:
     axes.legend(fontsize=8.5, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=len(PARTS), frameon=False)
     title = f"{shortened(name)}: where decoding spends its time, threshold {breakdown.threshold:.3f}"
     save_figure(figure, title, out)
+
+
+def run(options: Exits) -> int:
+    places = find(options.data)
+    exits = check_exits(plan_of(options.model, options.exits), options.exit_layers, options.confidence)
+    model = options.load_any(exits=options.exits, any_base=options.any_base)
+    lift_exit_vocab(model)
+    rows: TokenRows | list[DecodedSource]
+    if isinstance(model, FathomForSeq2SeqLM):
+        rows = _completions(options, model)
+        prompts = [each.source for each in rows[: options.prompts]]
+    else:
+        context = row_length(model, options.context, most=min(LONGEST_EXIT_ROW, options.tokens))
+        rows = read_rows(places, model, context=context, rows=max(1, options.tokens // context), column=options.column)
+        room = model.architecture.context - options.max_new_tokens
+        prompts = _prompts(rows.tokens_NT.tolist(), options.prompts, room) if options.prompts else []
+    with progress_bar("layers", unit="rows") as update:
+        numbers = measure(model, rows, layers=exits, confidence=options.confidence, rule=options.rule, on_rows=update)
+    tables = [layer_table(numbers), fit_table(numbers)]
+    if prompts:
+        threshold = numbers.exits[0].estimator.threshold
+        with progress_bar("times", unit="prompts") as update:
+            times = measure_times(
+                model, prompts, exits=exits, threshold=threshold, new_tokens=options.max_new_tokens, on_text=update
+            )
+        numbers = dataclasses.replace(numbers, breakdown=times)
+        tables.append(time_table(times))
+    about = about_model(options, model)
+    if options.exits is not None:
+        about = dataclasses.replace(about, plan=f"{about.plan}, exits of {options.exits}")
+    return finish(options, about, numbers.summary(), tables, write_exits(numbers, about, options.directory, options.force))
+
+
+def _completions(options: Exits, model: FathomForSeq2SeqLM) -> list[DecodedSource]:
+    """Of as many documents as about `--tokens` new tokens take."""
+    documents = read_documents(options.data, options.column, max(1, options.tokens // options.max_new_tokens))
+    sources = [encode_prompt(model, text)[: options.context or LONGEST_SOURCE] for text in documents]
+    with progress_bar("completions", unit="documents") as update:
+        return complete(model, sources, options.max_new_tokens, on_text=update)
+
+
+def _prompts(rows: list[list[int]], many: int, room: int, length: int = 32) -> list[list[int]]:
+    """Beginnings of rows, or of their parts where there are fewer rows than prompts."""
+    if room < 1:
+        raise OptionError("--max-new-tokens leaves no room for a prompt in the model's context")
+    size = min(length, room, len(rows[0]))
+    pieces = [row[at : at + size] for row in rows for at in range(0, len(row) - size + 1, size)]
+    step = max(1, len(pieces) // many)
+    return pieces[::step][:many]
 
 
 TEMPLATE = """\

@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import base64
 import dataclasses
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jinja2 import DictLoader, Environment, StrictUndefined
 
-from fathomlm.checkpoints.writing import check_target, whole_directory
-from fathomlm.train.report import strict
+from fathomlm import __version__
+from fathomlm.checkpoints.resolve import describe, dtype_name
+from fathomlm.cli.common import to_json
+from fathomlm.cli.display import Rows, model_name, print_table
+from fathomlm.lab.analyze.options import AnalysisOptions, TextAnalysis
+from fathomlm.lab.common import analysis_directory
+from fathomlm.model.seq2seq import FathomModel
 
 Draw = Callable[[Path], None]
 
@@ -104,9 +108,35 @@ class RunsAbout:
     version: str
 
 
-def check_directory(out: Path, kind: str, force: bool) -> None:
-    """Refuse before any work is done what could not be written: `force` replaces an earlier analysis of this kind only."""
-    check_target(out, force or _is_empty(out), **_marks(kind))
+def about_model(options: TextAnalysis, model: FathomModel) -> About:
+    return About(
+        model=options.model,
+        name=model_name(options.model),
+        plan=describe(model),
+        dtype=dtype_name(model),
+        device=options.device,
+        data=list(options.data) or ["--text"],
+        version=__version__,
+    )
+
+
+def finish(
+    options: AnalysisOptions,
+    about: About | RunsAbout,
+    summary: dict[str, Any],
+    tables: Sequence[Rows],
+    files: Sequence[Path],
+) -> int:
+    """A table or a record, and where the rest is."""
+
+    def show(record: dict[str, Any]) -> None:
+        for table in tables:
+            print_table(table)
+        page = next(file for file in files if file.name == "index.html")
+        print(f"report: {page}; numbers and pictures are in the same directory")
+
+    record = {"kind": options.kind, **dataclasses.asdict(about), **summary, "files": [str(file) for file in files]}
+    return options.answer(record, show)
 
 
 def render(template: str, about: About | RunsAbout, pictures: Mapping[str, bytes], **values: Any) -> str:
@@ -136,20 +166,11 @@ def write_report(
 ) -> list[Path]:
     """The files that were written: pictures, a page of them, and all numbers."""
     record = {"kind": kind, **dataclasses.asdict(about), **numbers}
-    with whole_directory(out, force or _is_empty(out), **_marks(kind)) as place:
+    with analysis_directory(out, kind, force) as place:
         for name, picture in draw.items():
             picture(place / name)
         html = page({name: (place / name).read_bytes() for name in draw})
         (place / "index.html").write_text(html, encoding="utf-8")
-        text = json.dumps(strict(record), ensure_ascii=False, allow_nan=False)
-        (place / f"{kind}.json").write_text(text + "\n", encoding="utf-8")
+        (place / f"{kind}.json").write_text(to_json(record) + "\n", encoding="utf-8")
         files = sorted(file.name for file in place.iterdir())
     return [out / file for file in files]
-
-
-def _is_empty(out: Path) -> bool:
-    return out.is_dir() and not out.is_symlink() and not any(out.iterdir())
-
-
-def _marks(kind: str) -> dict[str, str]:
-    return {"what": f"{kind} analysis", "sign": f"{kind}.json"}

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -35,7 +35,8 @@ from fathomlm.lab.analyze.routing_meters import (
     threshold,
     token_scores,
 )
-from fathomlm.lab.analyze.token_rows import TokenRows
+from fathomlm.lab.common import OnProgress, unwatched, without
+from fathomlm.lab.token_rows import TokenRows
 from fathomlm.model.decoder import Decoder
 from fathomlm.model.hub import FathomForCausalLM
 from fathomlm.model.route import DepthControl, Routers, RoutingTrace
@@ -128,12 +129,9 @@ class RoutingNumbers:
 
     def summary(self) -> dict[str, Any]:
         """Without what only plots need: curves, histograms, samples."""
-        record = self.to_dict()
-        for name in ("histograms", "samples", "deepest", "shallowest", "seen"):
-            del record[name]
-        for limit in record["scaling"]:
-            del limit["log_likelihood"]
-        return record
+        plotted = ("histograms", "samples", "deepest", "shallowest", "seen", "log_likelihood")
+        found: dict[str, Any] = without(self.to_dict(), plotted)
+        return found
 
 
 def check_routed(plan: DepthPlan | None, source: str) -> None:
@@ -152,7 +150,7 @@ def measure(
     *,
     samples: int = 4,
     seen: int = SEEN,
-    on_rows: Callable[[int, int], None] | None = None,
+    on_rows: OnProgress = unwatched,
 ) -> RoutingNumbers:
     """Run all rows through both passes, and through the causal one at every maximum depth and at given depths.
 
@@ -190,8 +188,7 @@ def measure(
         left = tokens_BT[: samples - len(shown), :SHOWN].tolist()
         shown += [_shown(routers, rows.tokenizer, tokens, trace, row) for row, tokens in enumerate(left)]
         done += tokens_BT.shape[0]
-        if on_rows is not None:
-            on_rows(done, len(rows))
+        on_rows(done, len(rows))
     scaling = [limit.read(model) for limit in limits]
     if not all(math.isfinite(loss) for loss in (top_k_sum, *(limit.loss for limit in scaling))):
         raise OptionError("the model's loss on this text is not finite; try --dtype float32, or another checkpoint")

@@ -9,13 +9,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fathomlm.cli.display import label, visible
+from fathomlm.checkpoints.resolve import architecture_of
+from fathomlm.cli.display import Rows, label, progress_bar, visible
 from fathomlm.depth.colours import depth_colours, ink
 from fathomlm.depth.routing import ROUTERS
-from fathomlm.lab.analyze.report import About, render, write_report
-from fathomlm.lab.analyze.routing import DepthLimit, RoutingNumbers, ShownToken
+from fathomlm.lab.analyze.options import AnalyzeRouting
+from fathomlm.lab.analyze.pictures import draw_text
+from fathomlm.lab.analyze.report import About, about_model, finish, render, write_report
+from fathomlm.lab.analyze.routing import DepthLimit, RoutingNumbers, ShownToken, check_routed, measure
 from fathomlm.lab.analyze.routing_meters import ScoreHistogram
-from fathomlm.lab.analyze.text_picture import draw_text
+from fathomlm.lab.common import optional
 from fathomlm.lab.drawing import (
     DASHES,
     SELECTED,
@@ -25,7 +28,7 @@ from fathomlm.lab.drawing import (
     save_figure,
     shortened,
 )
-from fathomlm.lab.tables import Rows, optional
+from fathomlm.lab.token_rows import find, read_rows, row_length
 
 ACROSS = 3
 """Panels side by side."""
@@ -222,6 +225,21 @@ def _draw_losses(axes: Any, limits: Sequence[DepthLimit], colours: Sequence[str]
     title = f"loss by depth{'' if low == 0 else ' (axis does not begin at 0)'}"
     plain_axes(axes, title, "recursions at most", "next-token loss (nats per token)")
     axes.grid(visible=False, axis="x")
+
+
+def run(options: AnalyzeRouting) -> int:
+    places = find(options.data)
+    check_routed(architecture_of(options.model)[1], options.model)
+    model = options.load()
+    context = row_length(model, options.context)
+    rows = read_rows(places, model, context=context, rows=options.rows, column=options.column)
+    with progress_bar("routing", unit="rows") as update:
+        numbers = measure(model, rows, samples=options.samples, on_rows=update)
+    about = about_model(options, model)
+    files = write_routing(numbers, about, options.directory, options.force)
+    limits = [row[:2] + row[3:4] for row in scaling_table(numbers)]
+    tables = [routing_table(numbers), flops_table(numbers), limits, gain_table(numbers), worth_table(numbers)]
+    return finish(options, about, numbers.summary(), tables, files)
 
 
 TEMPLATE = """\

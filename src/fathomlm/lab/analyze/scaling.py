@@ -15,11 +15,12 @@ from typing import Any
 
 import numpy as np
 
+from fathomlm.cli.display import Rows
 from fathomlm.depth.cost import count
 from fathomlm.errors import OptionError
 from fathomlm.lab.analyze.runs import RecordedRun, read_runs, summarise
+from fathomlm.lab.common import amount
 from fathomlm.lab.drawing import DASHES, LINES, MARKERS, STAR, figure_over_table, plain_axes, save_figure
-from fathomlm.lab.tables import Rows, amount
 
 SAME_BUDGET = 0.05
 """Runs whose FLOPs differ by less than this part of the smaller count as of one budget: lengths are whole steps."""

@@ -11,13 +11,14 @@ import asyncio
 import itertools
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
 
+from fathomlm.cli.display import print_table, progress_bar
 from fathomlm.decode.exiting import Threshold
 from fathomlm.decode.sampling import Sampling
 from fathomlm.depth import Architecture, DepthPlan, build_routing
@@ -28,10 +29,13 @@ from fathomlm.engine.options import EngineOptions
 from fathomlm.engine.programs.base import ENDED, VALID, SamplingVariant
 from fathomlm.engine.request import Event, Request
 from fathomlm.engine.runner import BURST, Runner, ample_memory
-from fathomlm.engine.schedule import Placement, SchedulerOutput
-from fathomlm.engine.sequence import Sequence as EngineSequence
+from fathomlm.engine.schedule import Placement
 from fathomlm.lab.bench.models import random_model
+from fathomlm.lab.bench.options import Host
+from fathomlm.lab.bench.timed import StageClock, clock_methods
 from fathomlm.lab.bench.workload import build_workload
+from fathomlm.lab.common import environment, optional
+from fathomlm.train.data.tokenizers import find_tokenizer
 
 PlanName = Literal["plain", "routed"]
 Listeners = Literal["none", "callback", "async"]
@@ -125,63 +129,7 @@ class NullProgram:
         ints_NC[: len(slots)] = np.stack(rows, 1)
 
 
-class _ClockedRunner(Runner):
-    """A runner that was built already, with a clock."""
-
-    def __init__(self, runner: Runner, timed: Callable[..., Any]) -> None:
-        vars(self).update(vars(runner))
-        self._timed = timed
-
-    def apply(self, scheduled: SchedulerOutput) -> None:
-        self._timed("launch", super().apply, scheduled)
-
-    def launch(self, drafts: bool = True, sequences: int | None = None, only: tuple[str, int] | None = None) -> int:
-        number: int = self._timed("launch", super().launch, drafts, sequences, only)
-        return number
-
-
-class ClockedEngine(Engine):
-    """With clocks around its parts, where asked for."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.seconds = dict.fromkeys(PARTS, 0.0)
-        self.clocked = False
-        self._inner = [0.0]
-        self.runner = _ClockedRunner(self.runner, self.timed)
-
-    def timed(self, part: str, work: Callable[..., Any], *arguments: Any) -> Any:
-        """What a part does inside another counts there alone."""
-        if not self.clocked:
-            return work(*arguments)
-        begun = time.thread_time()
-        self._inner.append(0.0)
-        try:
-            return work(*arguments)
-        finally:
-            took = time.thread_time() - begun
-            self.seconds[part] += took - self._inner.pop()
-            self._inner[-1] += took
-
-    def step(self) -> None:
-        self.timed("schedule", super().step)
-
-    def submit(self, *arguments: Any) -> EngineSequence:
-        sequence: EngineSequence = self.timed("schedule", super().submit, *arguments)
-        return sequence
-
-    def _collect(self, numbers: Sequence[int]) -> None:
-        self.timed("collect", super()._collect, numbers)
-
-    def _read(self, *arguments: Any) -> list[str]:
-        pieces: list[str] = self.timed("text", super()._read, *arguments)
-        return pieces
-
-    def _read_end(self, *arguments: Any) -> None:
-        self.timed("text", super()._read_end, *arguments)
-
-
-def null_engine(plan: PlanName, batch_size: int, tokenizer: Any, *, burst: int = BURST, lag: int = 1) -> ClockedEngine:
+def null_engine(plan: PlanName, batch_size: int, tokenizer: Any, *, burst: int = BURST, lag: int = 1) -> Engine:
     """An engine over a device that does nothing. It has pages for everybody."""
     depth = PLANS[plan]
     architecture = Architecture(
@@ -194,7 +142,7 @@ def null_engine(plan: PlanName, batch_size: int, tokenizer: Any, *, burst: int =
         batch_size=batch_size, max_length=LONGEST + 1, penalties=False, burst=burst, lag=lag, max_queue=2 * batch_size + 8
     )
     options = replace(options, memory=ample_memory(model.decoder, options, LONGEST + 1))
-    engine = ClockedEngine(model, options)
+    engine = Engine(model, options)
     engine.runner.program = NullProgram(engine.runner, tokenizer(TEXT)["input_ids"])
     return engine
 
@@ -244,7 +192,7 @@ def _null_seconds(engine: Engine) -> float:
     return engine.runner.program.seconds
 
 
-def _measure_engine(engine: ClockedEngine, listens: bool, tokens: int) -> tuple[float, dict[str, float]]:
+def _measure_engine(engine: Engine, listens: bool, tokens: int) -> tuple[float, dict[str, float]]:
     requests, heard = _requests(engine), list[list[Event]]()
 
     def hear(events: list[Event]) -> None:
@@ -265,10 +213,12 @@ def _measure_engine(engine: ClockedEngine, listens: bool, tokens: int) -> tuple[
 
     run(tokens // 2)
     best = min(run(tokens) for _ in range(ROUNDS))
-    engine.clocked, null, begun = True, _null_seconds(engine), engine.totals.tokens
+    clock, null, begun = StageClock(time.thread_time, PARTS), _null_seconds(engine), engine.totals.tokens
+    clock_methods(clock, engine, step="schedule", submit="schedule", _collect="collect", _read="text", _read_end="text")
+    clock_methods(clock, engine.runner, apply="launch", launch="launch")
     run(tokens)
-    engine.seconds["launch"] -= _null_seconds(engine) - null
-    parts = {part: seconds / (engine.totals.tokens - begun) * 1e6 for part, seconds in engine.seconds.items()}
+    clock.seconds["launch"] -= _null_seconds(engine) - null
+    parts = {part: seconds / (engine.totals.tokens - begun) * 1e6 for part, seconds in clock.seconds.items()}
     return best * 1e6, parts
 
 
@@ -301,3 +251,40 @@ async def _measure_front(engine: Engine, tokens: int) -> tuple[float, float]:
             task.cancel()
         await asyncio.gather(*consumers, return_exceptions=True)
     return min(found)
+
+
+def run(options: Host) -> int:
+
+    tokenizer = find_tokenizer(options.tokenizer)
+    torch.set_num_threads(1)
+    cases = list(itertools.product(options.plans, options.batch_sizes, options.listeners))
+    costs = []
+    with progress_bar("measuring", unit="cases", still=True) as update:
+        for done, (plan, size, listeners) in enumerate(cases, start=1):
+            tokens = options.tokens if size >= FEW_ROWS else options.tokens // 8
+            costs.append(asdict(measure_host(plan, size, listeners, tokenizer, tokens=tokens)))  # type: ignore[arg-type]
+            update(done, len(cases))
+    record = {
+        "kind": options.kind,
+        "environment": environment("cpu") | {"empty_loop_ns": python_speed()},
+        "tokenizer": options.tokenizer,
+        "costs": costs,
+    }
+    return options.answer(record, print_host)
+
+
+def print_host(record: dict[str, Any]) -> None:
+    parts = list(next((one["parts_us_per_token"] for one in record["costs"] if one["parts_us_per_token"]), {}))
+    rows = []
+    for one in record["costs"]:
+        inner = one["parts_us_per_token"] or {}
+        figures = [one["us_per_token"], *(inner.get(part) for part in parts), one["event_loop_us_per_token"]]
+        told = [optional(figure, ".2f") for figure in figures]
+        rows.append([f"{one['plan']}, {one['batch_size']}, {one['listeners']}", *told])
+    speed = record["environment"]["empty_loop_ns"]
+    caption = (
+        "Microseconds of processor time, the least of three rounds; the device that does nothing is left out.\n"
+        f"Parts: a further round with more clocks. A turn of an empty Python loop takes {speed:.0f} ns here."
+    )
+    head = ["plan, batch, listeners", "us", *parts, "loop"]
+    print_table([head, *rows], "the host: microseconds per token, without a model", caption=caption)

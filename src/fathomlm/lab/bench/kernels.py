@@ -13,11 +13,15 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fathomlm.checkpoints.resolve import architecture_of
+from fathomlm.cli.common import memory_errors
+from fathomlm.cli.display import print_table, progress_bar
 from fathomlm.depth import Architecture
 from fathomlm.engine.options import PAGE
 from fathomlm.errors import UnsupportedModel
@@ -27,6 +31,11 @@ from fathomlm.kernels.paged_attention import paged_attention
 from fathomlm.kernels.row_linear import SplitSpace, add_linear, norm_gated, norm_linear
 from fathomlm.kernels.row_qkv import norm_qkv_rope_write
 from fathomlm.kernels.triton_here import triton
+from fathomlm.lab.bench.floor import reading_speed
+from fathomlm.lab.bench.models import dummy_dtype, engine_device
+from fathomlm.lab.bench.options import Kernels
+from fathomlm.lab.bench.run import Found, about, ms, percent, tell_interrupted
+from fathomlm.lab.common import OnProgress, unwatched
 from fathomlm.model.blocks import build_block
 
 COLD_BYTES, MOST_COPIES = 200e6, 128
@@ -94,7 +103,7 @@ def time_kernels(
     dtype: torch.dtype,
     device: torch.device,
     speed: float,
-    on_done: Callable[[int, int], None] | None = None,
+    on_done: OnProgress = unwatched,
 ) -> tuple[list[KernelTime], bool]:
     """One after the other, and whether all were: Ctrl-C ends it with what there is. `speed` is the device's reading speed in
     bytes a second."""
@@ -103,8 +112,7 @@ def time_kernels(
     try:
         for case in build_cases(architecture, options, dtype, device):
             timed.append((case, time_case(case, device)))
-            if on_done is not None:
-                on_done(len(timed), KERNELS)
+            on_done(len(timed), KERNELS)
     except KeyboardInterrupt:
         pass
     layer = [seconds for case, seconds in timed if case.in_layer]
@@ -277,3 +285,53 @@ def _recorded(case: KernelCase) -> Callable[[], float]:
         return float(begun.elapsed_time(ended)) / 1e3
 
     return trip
+
+
+def run(options: Kernels) -> int:
+
+    device = engine_device(options.device)
+    options.use_threads()
+    architecture = architecture_of(options.model)[0]
+    check(architecture)
+    dtype = dummy_dtype(options, device)
+    sizes = KernelOptions(rows=options.batch_size, context=options.context, rank=options.rank, recursions=options.recursions)
+    torch.manual_seed(0)
+    with (
+        memory_errors("--batch-size, --context, --rank or --recursions"),
+        progress_bar("timing", unit="kernels") as update,
+    ):
+        speed = reading_speed(device)
+        found, complete = time_kernels(architecture, sizes, dtype=dtype, device=device, speed=speed, on_done=update)
+    if not found:
+        raise KeyboardInterrupt
+    twin = any(one.twin for one in found)
+    record: dict[str, Any] = about(options, str(dtype).removeprefix("torch.")) | {
+        "settings": asdict(sizes),
+        "implementation": ("CPU twin" if device.type == "cpu" else "plain twin") if twin else "Triton",
+        "reading_bytes_per_s": speed if device.type == "cuda" else None,
+        "kernels": [asdict(one) for one in found],
+        "interrupted": not complete,
+    }
+    options.answer(record, print_kernels)
+    if not complete:
+        tell_interrupted()
+    return 0 if complete else 2
+
+
+def print_kernels(record: Found) -> None:
+    settings, kernels = record["settings"], record["kernels"]
+    absolute = any(one["us"] is not None for one in kernels)
+    head = ["kernel", "what for", *(["us", "floor, us"] if absolute else []), "floor's share", "part of a layer"]
+    rows = []
+    for one in kernels:
+        times = [ms(one["us"]), ms(one["floor_us"])] if absolute else []
+        layer = "-" if one["layer_share"] is None else percent(one["layer_share"])
+        rows.append([one["kernel"], one["use"], *times, percent(one["floor_share"]), layer])
+    title = (
+        f"{record['model']}: {settings['rows']} rows, {record['dtype']}, {record['environment']['device']}, "
+        f"{record['implementation']}"
+    )
+    caption = "The floor is reading what a call must read at this device's own reading speed, measured in the same run."
+    if not absolute:
+        caption = "CPU twin: these say what is right and are not made to be fast, so only ratios are shown. " + caption
+    print_table([head, *rows], title, caption=caption, text_columns=2)

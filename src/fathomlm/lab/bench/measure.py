@@ -8,15 +8,17 @@ import math
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 
+from fathomlm.decode.exiting import Exiting
 from fathomlm.lab.bench.floor import decode_step_bytes, size_of
-from fathomlm.lab.bench.play import OnProgress, Sleep, WorkloadRun, play
+from fathomlm.lab.bench.play import Sleep, WorkloadRun, play
 from fathomlm.lab.bench.timed import TimedEngine
 from fathomlm.lab.bench.workload import Workload
+from fathomlm.lab.common import OnProgress, unwatched
 
 DepthSource = Literal["full", "router", "confidence", "forced"]
 """What says how deep a token goes: nothing, they all run every layer; a router; how sure an exit is; a draw, for
@@ -160,10 +162,13 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DepthChoice:
-    """What was chosen: what says how deep tokens go, and that in words."""
+    """What was chosen for one model: what says how deep tokens go, that in words, and what the engine has to know."""
 
     source: DepthSource = "full"
     label: str = "every token runs every layer"
+    exiting: Exiting | None = None
+    fields: dict[str, Any] = field(default_factory=dict)
+    """Of `EngineOptions`."""
 
     def __post_init__(self) -> None:
         # A figure with depths that no model chose must say so wherever it goes.
@@ -177,7 +182,7 @@ def measure(
     speed: float,
     depth: DepthChoice | None = None,
     sleep: Sleep = time.sleep,
-    on_progress: OnProgress | None = None,
+    on_progress: OnProgress = unwatched,
 ) -> Measurement:
     """Play a workload and say what came out. `speed` is the device's reading speed in bytes a second."""
     engine.forget()

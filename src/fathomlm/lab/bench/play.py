@@ -1,20 +1,33 @@
-"""A workload played to an engine: each request handed in when its time has come, each token's moment noted."""
+"""A workload played to an engine: each request handed in when its time has come, each token's moment noted; and one
+sequence, timed with the passes that it took.
+
+The host learns of tokens some decode steps late, so the time between two of them says little about a short sequence. That is
+timed from its request to its end, and once more with a single new token: the difference is what its other tokens took,
+without reading the prompt and without waiting for the last result.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from fathomlm.decode.exiting import Exiting, Threshold
 from fathomlm.decode.sampling import Sampling
-from fathomlm.engine.request import Event, Finished, FinishReason, Request
+from fathomlm.engine.engine import Engine
+from fathomlm.engine.programs.draft_layer import DraftLayerProgram
+from fathomlm.engine.programs.exits import ExitProgram
+from fathomlm.engine.programs.whole import WholeProgram
+from fathomlm.engine.request import Event, Finished, FinishReason, Request, Result
+from fathomlm.lab.bench.floor import finish
 from fathomlm.lab.bench.timed import TimedEngine
 from fathomlm.lab.bench.workload import Workload, WorkloadRequest
+from fathomlm.lab.common import OnProgress, unwatched
+from fathomlm.model.seq2seq import FathomModel
 
 Sleep = Callable[[float], None]
-OnProgress = Callable[[int, int], None]
-"""Called with how many tokens of how many there are."""
 REPORT_SECONDS = 1.0
 """Seconds between two reports of progress: drawing a bar takes time that is being measured."""
 WARM_UP = 8
@@ -115,7 +128,7 @@ def play(
     workload: Workload,
     *,
     sleep: Sleep = time.sleep,
-    on_progress: OnProgress | None = None,
+    on_progress: OnProgress = unwatched,
 ) -> WorkloadRun:
     """Run a workload to its end, or to Ctrl-C: what came until then is kept, and the rest cancelled."""
     player = _Player(engine, workload)
@@ -127,7 +140,7 @@ def play(
                 player.pause(sleep)
                 continue
             engine.step()
-            if on_progress is not None and player.clock() - reported >= REPORT_SECONDS:
+            if player.clock() - reported >= REPORT_SECONDS:
                 reported = player.clock()
                 on_progress(player.done, total)
         while engine.busy:  # decode steps that were started before the last token was collected
@@ -147,3 +160,76 @@ def warm_up(engine: TimedEngine, workload: Workload) -> None:
         raise KeyboardInterrupt
     engine.scheduler.page_manager.prefixes.clear()
     engine.forget()
+
+
+class PassCounts:
+    """Counts an engine's passes as they start: `shallow` up to the first exit, `middle k`, `deep` behind the last one,
+    `both` where rows of all of them share a pass, and `full` through every layer, behind a draft layer's drafts too. A
+    model with a router has none of these."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.counts: Counter[str] = Counter()
+        self._program, self._launch = engine.runner.program, engine.runner.launch
+        engine.runner.launch = self._counted  # type: ignore[method-assign]
+
+    def _counted(self, drafts: bool = True, sequences: int | None = None, only: tuple[str, int] | None = None) -> int:
+        self.counts.update(self._names(drafts, only))
+        return self._launch(drafts, sequences, only)
+
+    def _names(self, drafts: bool, only: tuple[str, int] | None) -> Sequence[str]:
+        program = self._program
+        if isinstance(program, ExitProgram):
+            return program.passes if drafts and only is None else ("full",) if only is None else only[:1]
+        if isinstance(program, DraftLayerProgram):
+            return ("full",)
+        assert isinstance(program, WholeProgram)
+        return ("shallow" if len(program.steps) < program.parts.plan.unrolled_layers else "full",)
+
+
+@dataclass(frozen=True, slots=True)
+class TimedText:
+    """One greedy sequence."""
+
+    result: Result
+    seconds: float
+    """From the request to the end."""
+    passes: Counter[str]
+
+    def decode_seconds(self, single: TimedText) -> float:
+        """What the tokens behind the first took; `single` is the same sequence with one token."""
+        return self.seconds - single.seconds
+
+
+class OneSequence:
+    """An engine for one sequence at a time, which drafts where its mode says so, whether or not that pays."""
+
+    def __init__(
+        self,
+        model: FathomModel,
+        exiting: Exiting | None = None,
+        *,
+        length: int,
+        source: int | None = None,
+        **options: Any,
+    ) -> None:
+        """`length` is the most tokens of a sequence, `source` of an encoder's source; `options` are the engine's."""
+        full = exiting is None or exiting.mode == "full"
+        stack = 1 if exiting is None else exiting.most_waiting(model.plan)
+        sizes: dict[str, Any] = {"batch_size": stack, "max_sequences": 1, "max_length": length, "max_source": source}
+        unused = {"prefix_caching": False, "penalties": False, "max_logprobs": 0}
+        self.engine = Engine(model, exiting=None if full else exiting, **({"always_draft": True} | sizes | unused | options))
+        self._passes = PassCounts(self.engine)
+
+    def text(
+        self, prompt: Sequence[int], new: int, *, threshold: Threshold | None = None, ignore_eos: bool = False
+    ) -> TimedText:
+        """Continue a prompt; `threshold` stands in for that of the engine's exits."""
+        sampling = Sampling(max_new_tokens=new, ignore_eos=ignore_eos)
+        asked = Request(id=self.engine.new_id(), prompt=tuple(prompt), sampling=sampling, exit_threshold=threshold)
+        device = self.engine.runner.device
+        self._passes.counts.clear()
+        finish(device)
+        begun = time.perf_counter()
+        (result,) = self.engine.run([asked])
+        finish(device)
+        return TimedText(result, time.perf_counter() - begun, Counter(self._passes.counts))

@@ -22,8 +22,7 @@ from fathomlm.engine.programs.base import VALID, StepOutput
 from fathomlm.engine.programs.exits import ExitProgram
 from fathomlm.engine.programs.routed import RoutedProgram
 from fathomlm.engine.runner import Runner
-from fathomlm.engine.schedule import PrefillChunk, SchedulerOutput
-from fathomlm.engine.scheduler import Scheduler
+from fathomlm.engine.schedule import SchedulerOutput
 from fathomlm.model.hub import FathomForCausalLM
 
 Clock = Callable[[], float]
@@ -68,6 +67,20 @@ class StageClock:
         if self._open and self.on:
             self.seconds[self._open[-1]] = self.seconds.get(self._open[-1], 0.0) + at - self._since
         self._since = at
+
+
+def clock_methods(clock: StageClock, holder: object, **stages: str | Callable[..., str]) -> None:
+    """Put a clock around methods of one object; a stage may follow from a method's arguments."""
+    for name, stage in stages.items():
+        vars(holder)[name] = _clocked(clock, getattr(holder, name), stage)
+
+
+def _clocked(clock: StageClock, method: Callable[..., Any], stage: str | Callable[..., str]) -> Callable[..., Any]:
+    def timed(*arguments: Any, **named: Any) -> Any:
+        with clock(stage if isinstance(stage, str) else stage(*arguments, **named)):
+            return method(*arguments, **named)
+
+    return timed
 
 
 class BatchFill:
@@ -130,55 +143,6 @@ class BatchFill:
         return self.filled.total() / batch_entries if batch_entries else 0.0
 
 
-class _TimedRunner(Runner):
-    """A runner that was built already, with a clock."""
-
-    def __init__(self, runner: Runner, stages: StageClock) -> None:
-        vars(self).update(vars(runner))
-        self._stages, self.passes = stages, BatchFill(runner)
-
-    def apply(self, scheduled: SchedulerOutput) -> None:
-        with self._stages("applying"):
-            super().apply(scheduled)
-
-    def prefill(
-        self, chunks: Sequence[PrefillChunk], tokens: Sequence[Sequence[int]], depths: Sequence[Sequence[int]] | None = None
-    ) -> list[tuple[int, ...]]:
-        with self._stages("prefill"):
-            return super().prefill(chunks, tokens, depths)
-
-    def launch(self, drafts: bool = True, sequences: int | None = None, only: tuple[str, int] | None = None) -> int:
-        with self._stages("launching"):
-            return super().launch(drafts, sequences, only)
-
-    def outcome(self, number: int) -> int | None:
-        with self._stages("waiting"):
-            return super().outcome(number)
-
-    def collect(self, numbers: Sequence[int]) -> list[StepOutput]:
-        with self._stages("waiting"):
-            found = super().collect(numbers)
-        for output in found:
-            self.passes.add(output.ints_NC)
-        return found
-
-
-class _TimedScheduler(Scheduler):
-    """A scheduler that was built already, with a clock, and the most pages that sequences held at a time."""
-
-    def __init__(self, scheduler: Scheduler, stages: StageClock) -> None:
-        vars(self).update(vars(scheduler))
-        self._stages = stages
-        self.most_pages = [0] * len(self.page_manager.pools)
-
-    def schedule(self) -> SchedulerOutput:
-        with self._stages("scheduling"):
-            plan = super().schedule()
-        held = (pool.used - pool.spare for pool in self.page_manager.pools)
-        self.most_pages = [max(pair) for pair in zip(self.most_pages, held, strict=True)]
-        return plan
-
-
 class TimedEngine(Engine):
     def __init__(
         self,
@@ -190,29 +154,48 @@ class TimedEngine(Engine):
         **fields: Any,
     ) -> None:
         super().__init__(model, options, exiting=exiting, **fields)
-        self.clock, self.stages = clock, StageClock(clock, STAGES)
-        self.runner: _TimedRunner = _TimedRunner(self.runner, self.stages)
-        self.scheduler: _TimedScheduler = _TimedScheduler(self.scheduler, self.stages)
+        self.clock, self.stages, self.passes = clock, StageClock(clock, STAGES), BatchFill(self.runner)
+        self.most_pages = [0] * len(self.scheduler.page_manager.pools)
+        """By pool, what sequences held at a time."""
+        runner, scheduler = self.runner, self.scheduler
+        clock_methods(self.stages, self, _collect="collecting")
+        clock_methods(self.stages, scheduler, schedule="scheduling")
+        clock_methods(
+            self.stages, runner,
+            apply="applying", prefill="prefill", launch="launching", outcome="waiting", collect="waiting",
+        )  # fmt: skip
+        vars(runner)["collect"] = self._counted(runner.collect)
+        vars(scheduler)["schedule"] = self._watched(scheduler.schedule)
 
-    def _collect(self, numbers: Sequence[int]) -> None:
-        with self.stages("collecting"):
-            super()._collect(numbers)
+    def _counted(self, collect: Callable[[Sequence[int]], list[StepOutput]]) -> Callable[..., list[StepOutput]]:
+        def counted(numbers: Sequence[int]) -> list[StepOutput]:
+            found = collect(numbers)
+            for output in found:
+                self.passes.add(output.ints_NC)
+            return found
 
-    @property
-    def passes(self) -> BatchFill:
-        return self.runner.passes
+        return counted
+
+    def _watched(self, schedule: Callable[[], SchedulerOutput]) -> Callable[[], SchedulerOutput]:
+        def watched() -> SchedulerOutput:
+            plan = schedule()
+            held = (pool.used - pool.spare for pool in self.scheduler.page_manager.pools)
+            self.most_pages = [max(pair) for pair in zip(self.most_pages, held, strict=True)]
+            return plan
+
+        return watched
 
     @property
     def most_kv_bytes(self) -> int:
         """What sequences held at most, pages that only the prefix cache kept left out."""
         runner = self.runner
         sizes = pool_page_bytes(self.model.architecture, runner.layout, self.options.page_size, runner.pages.dtype)
-        return sum(pages * size for pages, size in zip(self.scheduler.most_pages, sizes, strict=True))
+        return sum(pages * size for pages, size in zip(self.most_pages, sizes, strict=True))
 
     def forget(self) -> None:
         """Count from here: what came before was to warm up."""
         assert not self.busy, "requests are on their way"
         self.stages.reset()
         self.passes.reset()
-        self.scheduler.most_pages = [0] * len(self.scheduler.most_pages)
+        self.most_pages = [0] * len(self.most_pages)
         self.totals = type(self.totals)()

@@ -25,8 +25,8 @@ from fathomlm.depth import DepthPlan
 from fathomlm.depth.cost import count
 from fathomlm.engine.session import Decode, EngineSession, reference_only
 from fathomlm.errors import OptionError, choices
+from fathomlm.lab.common import OnProgress, unwatched
 from fathomlm.lab.evaluate.outputs import FULL, Output, depth_outputs, exit_outputs
-from fathomlm.lab.evaluate.scoring import OnProgress
 from fathomlm.model.route import DepthControl
 from fathomlm.model.seq2seq import FathomModel
 
@@ -175,7 +175,7 @@ def decode_settings(
     *,
     repeats: int = 2,
     reference: bool = False,
-    on_done: OnProgress | None = None,
+    on_done: OnProgress = unwatched,
 ) -> list[DecodedSweep]:
     """Every prompt at every setting, one text at a time; `reference` decodes without the engine. So does every setting where
     one has to: times of the two are not compared."""
@@ -196,8 +196,7 @@ def decode_settings(
                 if repeat == 0:
                     made[place].append(result)
                 done += 1
-                if on_done is not None:
-                    on_done(done, total)
+                on_done(done, total)
     return [
         DecodedSweep(results=tuple(results), seconds=sum(times), flops_per_token=flops_per_token(model, setting, results))
         for setting, results, times in zip(settings, made, fastest, strict=True)

@@ -1,15 +1,163 @@
-"""Quality against cost for people: tables, and a picture of quality against latency and FLOPs, one line a model, with the
-adaptive threshold's point marked (thesis 2.6)."""
+"""The quality of a setting of a sweep: agreement with the full model, perplexity, or a metric of completions;
+and quality against cost as tables and a picture, one line a model (thesis 2.6).
+
+Each gives (quality, score): the number in its own unit, and the same from 0 to 1 where more is better.
+
+Shapes: T tokens, N scored positions, V vocabulary.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fathomlm.lab.drawing import DASHES, LINES, MARKERS, STAR, figure_over_table, plain_axes, save_figure, shortened
-from fathomlm.lab.evaluate.frontier import SweepPoint, TradeOffCurve, frontier
-from fathomlm.lab.tables import Rows
+import torch
+from torch import Tensor
+
+from fathomlm import __version__
+from fathomlm.checkpoints.resolve import decoder_only, describe, encoder_of, plan_of
+from fathomlm.cli.common import read_documents, threshold_file, to_json
+from fathomlm.cli.decoding import lift_exit_vocab, tell_shipped
+from fathomlm.cli.display import Rows, model_name, print_table, progress_bar
+from fathomlm.decode.calibration import Calibration, calibrate
+from fathomlm.decode.confidence import AtExit, find_classifiers
+from fathomlm.decode.confidence import confidences as measure
+from fathomlm.decode.exit_forward import exceeds
+from fathomlm.decode.exiting import Exiting
+from fathomlm.decode.generation import Generation
+from fathomlm.decode.prompts import encode_prompt, read_sources, start_token
+from fathomlm.decode.sampling import Sampling
+from fathomlm.errors import OptionError
+from fathomlm.lab.common import OnProgress, analysis_directory, check_directory, optional, unwatched
+from fathomlm.lab.drawing import (
+    DASHES,
+    LINES,
+    MARKERS,
+    STAR,
+    check_matplotlib,
+    figure_over_table,
+    plain_axes,
+    save_figure,
+    shortened,
+)
+from fathomlm.lab.evaluate.frontier import (
+    THRESHOLDS,
+    DecodedSweep,
+    SweepPoint,
+    SweepSetting,
+    TradeOffCurve,
+    at_threshold,
+    build_curve,
+    decode_settings,
+    frontier,
+    sweep_settings,
+    threshold_settings,
+)
+from fathomlm.lab.evaluate.generation import cut_prompt
+from fathomlm.lab.evaluate.options import QUALITIES, Frontier
+from fathomlm.lab.evaluate.samples import Metric, PromptForm, Sample, choose_form, find_metric, read_samples
+from fathomlm.lab.evaluate.scoring import Pair, Scorer, TextEncoder, perplexity_of, predict, windows
+from fathomlm.model.hub import FathomForCausalLM
+from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomModel
+
+Quality = tuple[float, float]
+MAIN = {"rouge": "rougeL", "bleu": "bleu", "squad": "f1", "number": "exact_match"}
+"""The number of each metric that is drawn."""
+
+
+@torch.inference_mode()
+def agreement(model: FathomModel, results: Sequence[Generation]) -> Quality:
+    """How often the full model would have chosen the same token behind the same text. A difference counts once: what
+    follows is judged behind the text that was made, not behind another."""
+    same = total = 0
+    decoder = model.decoder
+    device = decoder.embed.weight.device
+    for result in results:
+        memory = None
+        start = list(result.prompt_tokens)
+        if isinstance(model, FathomForSeq2SeqLM):
+            memory, start = read_sources(model, [start]), [start_token(model)]
+        tokens_1T = torch.tensor([[*start, *result.tokens[:-1]]], device=device)
+        hidden_NM = decoder(tokens_1T, memory=memory)[0, len(start) - 1 :]
+        chosen_N = decoder.logits(hidden_NM).argmax(-1)
+        same += int((chosen_N == torch.tensor(result.tokens, device=device)).sum())
+        total += len(result.tokens)
+    return same / total, same / total
+
+
+def text_metric(name: str, metric: Metric, samples: Sequence[Sample], results: Sequence[Generation]) -> Quality:
+    """Points from 0 to 100."""
+    points = metric([result.text.strip() for result in results], [sample.references for sample in samples])[MAIN[name]]
+    return points, points / 100
+
+
+def perplexities(
+    model: FathomForCausalLM,
+    settings: Sequence[SweepSetting],
+    texts: Sequence[str],
+    on_done: OnProgress = unwatched,
+) -> list[Quality]:
+    """Of the documents, at every setting; one pass serves all exits and thresholds, each depth is a pass of its own."""
+    if any(setting.exiting is not None and setting.exiting.mode != "static" for setting in settings):
+        return _threshold_perplexities(model, settings, texts, on_done)
+    scorer = Scorer(model, [setting.output for setting in settings], batch=1)
+    found = predict(scorer, TextEncoder(model), texts, on_done=on_done)
+    return [_of_nats(each.nats_per_token) for each in found]
+
+
+def _of_nats(nats: float) -> Quality:
+    return perplexity_of(-nats), math.exp(-nats)
+
+
+@torch.inference_mode()
+def _threshold_perplexities(
+    model: FathomForCausalLM,
+    settings: Sequence[SweepSetting],
+    texts: Sequence[str],
+    on_done: OnProgress,
+) -> list[Quality]:
+    """Each token is predicted by the exit where its confidence is above the threshold, and else by the full model. Keys and
+    values are exact, as in parallel decoding; copied ones would be worse."""
+    encoder, length = TextEncoder(model), model.architecture.context
+    tokenised = encoder.encode_plain([text for text in texts if text])
+    pairs = [pair for tokens in tokenised for pair in windows(tokens, prefix=encoder.prefix, length=length)]
+    nats, scored = [0.0] * len(settings), 0
+    for done, pair in enumerate(pairs, start=1):
+        first = next(setting.exiting for setting in settings if setting.exiting is not None)
+        early_N, late_N, sure = _both(model, first, pair)
+        for place, setting in enumerate(settings):
+            threshold = 1.0 if setting.exiting is None else setting.exiting.threshold_now()
+            assert isinstance(threshold, float)  # each setting has one
+            goes_N = torch.tensor([exceeds(confidence, threshold) for confidence in sure])
+            nats[place] += float(torch.where(goes_N, early_N, late_N).sum())
+        scored += len(pair.continuation)
+        on_done(done, len(pairs))
+    return [_of_nats(each / scored) for each in nats]
+
+
+def _both(model: FathomForCausalLM, exiting: Exiting, pair: Pair) -> tuple[Tensor, Tensor, list[float]]:
+    """Nats of each token at the exit and at the end, and the exit's confidence."""
+    decoder = model.decoder
+    device = decoder.embed.weight.device
+    (exit,) = exiting.exits(model.plan)
+    last, first = model.plan.unrolled_layers - 1, len(pair.context) - 1
+    tokens_1T = torch.tensor([(*pair.context, *pair.continuation)[:-1]], device=device)
+    targets_N = torch.tensor(pair.continuation, device=device)
+    at = {exit, last} | ({exit - 1} if exit else set())
+    found = decoder.states(tokens_1T, at=at)
+    before_1TM = found[exit - 1] if exit else decoder.enter(tokens_1T)
+    classifier = find_classifiers(decoder, [exit])[exit] if exiting.confidence == "classifier" else None
+    logits_NV = decoder.exit_logits(found[exit][0, first:], exit)
+    assert exiting.confidence is not None
+    sure = measure(exiting.confidence, AtExit(before_1TM[0, first:], found[exit][0, first:], logits_NV, classifier))
+    early_N, late_N = (
+        torch.nn.functional.cross_entropy(scores.float(), targets_N, reduction="none").cpu()
+        for scores in (logits_NV, decoder.exit_logits(found[last][0, first:], last))
+    )
+    return early_N, late_N, sure
+
 
 CLOSE = 0.05
 """Points that are nearer than this part of both axes share one label."""
@@ -20,7 +168,7 @@ def point_table(curve: TradeOffCurve, quality: str) -> Rows:
     best = frontier([(point.relative_latency, point.score) for point in curve.points])
     rows = [["setting", quality, "ms/token", "latency", "FLOPs", "early", "best"]]
     for point, on in zip(curve.points, best, strict=True):
-        left = "-" if point.exit_rate is None else f"{point.exit_rate:.1%}"
+        left = optional(point.exit_rate, ".1%")
         costs = [f"{point.ms_per_token:.2f}", f"{point.relative_latency:.3f}", f"{point.relative_flops:.3f}"]
         rows.append([point.name, f"{point.quality:.4g}", *costs, left, "yes" if on else ""])
     return rows
@@ -38,11 +186,9 @@ def summary_table(curves: Sequence[TradeOffCurve]) -> Rows:
     return rows
 
 
-def draw_frontier(
-    curves: Sequence[TradeOffCurve], table: Rows, out: Path, *, sweep: str, quality: str, lower: bool = False
-) -> None:
-    """`quality` names the axis and its unit; `lower` says that less of it is better. The first column of `table` names the
-    models in their order."""
+def draw_frontier(curves: Sequence[TradeOffCurve], table: Rows, out: Path, options: Frontier) -> None:
+    """The first column of `table` names the models in their order."""
+    quality, lower = QUALITIES[options.quality], options.quality == "ppl"
     colours = [LINES[place % len(LINES)] for place in range(len(curves))]
     figure, grid = figure_over_table(13.2, [5.4], table, colours, columns=2)
     qualities = [point.quality for curve in curves for point in curve.points]
@@ -60,7 +206,7 @@ def draw_frontier(
         plain_axes(axes, x=cost, y=f"{quality}{', less is better' if lower else ''}")
         axes.legend(fontsize=8, framealpha=0.85)
     name = shortened(curves[0].model) if len(curves) == 1 else f"{len(curves)} models"
-    save_figure(figure, f"{name}: {quality.split(' (')[0]} against cost, by {sweep}", out)
+    save_figure(figure, f"{name}: {quality.split(' (')[0]} against cost, by {options.sweep}", out)
 
 
 def _draw_curve(axes: Any, curve: TradeOffCurve, field: str, colour: str, mark: str, dash: Any) -> None:
@@ -98,3 +244,182 @@ def _apart(points: Sequence[SweepPoint], field: str) -> list[SweepPoint]:
         if not any(near):
             kept.append(point)
     return kept
+
+
+def run(options: Frontier) -> int:
+    pack = _check(options)
+
+    check_matplotlib()
+    check_directory(options.out, "frontier", options.force)
+    settings = {name: _settings(options, pack, name) for name in options.models}  # refuses before weights are loaded
+    form = _form(options)
+    documents = read_documents([str(options.data)], options.column, options.prompts) if form is None else []
+    curves: list[TradeOffCurve] = []
+    reference: DecodedSweep | None = None
+    for name in options.models:
+        curve, full = _measure(options, pack, name, settings[name], documents, form, reference)
+        reference = reference or full
+        curves.append(curve)
+    table = summary_table(curves)
+    record = _record(options, pack, curves)
+    with analysis_directory(options.out, "frontier", options.force) as place:
+        draw_frontier(curves, table, place / "frontier.png", options)
+        (place / "frontier.json").write_text(to_json(record) + "\n", encoding="utf-8")
+
+    def show(record: dict[str, Any]) -> None:
+        for curve in curves:
+            print_table(point_table(curve, options.quality), f"{curve.model}: {curve.plan}")
+        print_table(table)
+        for curve in curves:
+            if curve.kept is not None:
+                print(f"{curve.model}: {curve.kept.name} keeps 99% of the full model's score")
+        print(f"wrote {options.out / 'frontier.png'} and {options.out / 'frontier.json'}")
+
+    return options.answer(record, show)
+
+
+def _check(options: Frontier) -> Path | None:
+    """Refuse what cannot be swept; gives back the pack of exits that is used."""
+    if len(set(options.models)) < len(options.models):
+        raise OptionError("duplicate MODEL")
+    exiting = options.sweep == "threshold" and len(options.models) == 1
+    placed = options.exit_layer is not None or options.min_exit_layer is not None
+    pack = options.pack(options.models[0], options.mode or "parallel" if exiting else None, placed=placed, exits_only=True)
+    if pack is not None and len(options.models) > 1:
+        raise OptionError(f"--exits belong to one MODEL, got {len(options.models)}")
+    if pack is not None and options.exits is None:
+        tell_shipped(options.models[0])
+    return pack
+
+
+def _settings(options: Frontier, pack: Path | None, name: str) -> tuple[SweepSetting, ...]:
+    plan = plan_of(name, pack)
+    if options.quality == "ppl" and encoder_of(name) is not None:
+        raise OptionError(f"perplexity is for decoder-only models; {name} is an encoder-decoder")
+    if options.sweep != "threshold":
+        return sweep_settings(plan, options.sweep, options.exit_layer)
+    return threshold_settings(
+        plan,
+        options.thresholds or THRESHOLDS,
+        mode=options.mode or "parallel",
+        exit_layer=_one_layer(options),
+        confidence=options.confidence,
+        min_exit_layer=options.min_exit_layer,
+        decay=options.decay,
+    )
+
+
+def _one_layer(options: Frontier) -> int | None:
+    if options.exit_layer is None:
+        return None
+    if not options.exit_layer.isdecimal():
+        raise OptionError(f"--exit-layer takes one layer in a threshold sweep, from 1; got '{options.exit_layer}'")
+    return int(options.exit_layer)
+
+
+def _form(options: Frontier) -> PromptForm | None:
+    """How rows with references are read; None where the data are text."""
+    if options.quality in ("agreement", "ppl"):
+        return None
+
+    find_metric(options.quality)
+    return choose_form(options.data, source=None, prompt=None, reference=None, metric=options.quality, shots=None)
+
+
+def _measure(
+    options: Frontier,
+    pack: Path | None,
+    name: str,
+    settings: tuple[SweepSetting, ...],
+    documents: Sequence[str],
+    form: PromptForm | None,
+    reference: DecodedSweep | None,
+) -> tuple[TradeOffCurve, DecodedSweep]:
+    model = options.load_source(name, exits=pack, any_base=options.any_base)
+    samples, prompts = _prompts(options, model, documents, form)
+    sampling = Sampling(
+        max_new_tokens=options.max_new_tokens, ignore_eos=form is None, stop=() if form is None else form.stop
+    )
+    several = options.min_exit_layer is not None or options.decay is not None
+    if options.sweep == "threshold" and not several:  # a threshold is learnt for one exit, and to be held
+        settings = (*settings, _adaptive(options, threshold_file(name, pack), model, prompts, settings))
+    with progress_bar(f"decoding {model_name(name)}", unit="prompts") as update:
+        decoded = decode_settings(
+            model, prompts, sampling, settings, repeats=options.repeats, reference=options.reference, on_done=update
+        )
+    qualities = _qualities(options, model, settings, decoded, documents, samples)
+    full = next(each for setting, each in zip(settings, decoded, strict=True) if setting.kind == "full")
+    curve = build_curve(model_name(name), describe(model), settings, decoded, qualities, reference or full)
+    return curve, full
+
+
+def _prompts(
+    options: Frontier, model: FathomModel, documents: Sequence[str], form: PromptForm | None
+) -> tuple[list[Sample], list[list[int]]]:
+    encoder = isinstance(model, FathomForSeq2SeqLM)
+    room = model.architecture.context - (0 if encoder else options.max_new_tokens)
+    if room < 1:
+        raise OptionError(f"--max-new-tokens must be < the model's context of {model.architecture.context:,}")
+    if form is None:
+        return [], _beginnings(
+            [encode_prompt(model, text) for text in documents], min(options.prompt_tokens, room), options.prompts
+        )
+    samples = read_samples(options.data, form, limit=options.prompts, alone=encoder)
+    return samples, [cut_prompt(model, encode_prompt(model, sample.prompt), room) for sample in samples]
+
+
+def _beginnings(documents: Sequence[list[int]], size: int, many: int) -> list[list[int]]:
+    """The beginning of each document; where there are fewer documents than prompts, later parts of them too."""
+    parts = [[tokens[at : at + size] for at in range(0, max(1, len(tokens) - size + 1), size)] for tokens in documents]
+    turns = max(len(each) for each in parts)
+    return [each[turn] for turn in range(turns) for each in parts if turn < len(each)][:many]
+
+
+def _adaptive(
+    options: Frontier, path: Path, model: FathomModel, prompts: Sequence[list[int]], settings: Sequence[SweepSetting]
+) -> SweepSetting:
+    """The threshold that was learnt for this exit: beside it, or now, from the same prompts."""
+    exiting = settings[0].exiting
+    assert exiting is not None
+    (exit, *others) = exiting.exits(model.plan)
+    if others:
+        raise OptionError(f"this sweep has one exit, and the model has {len(others) + 1}; name one with --exit-layer")
+    found = Calibration.load(path) if path.is_file() else None
+    if found is None or (found.exit_layer, found.confidence) != (exit + 1, exiting.confidence):
+        sampling = Sampling(max_new_tokens=options.max_new_tokens, ignore_eos=True)
+        found = calibrate(model, prompts, sampling, exit_layer=exit + 1, confidence=exiting.confidence)
+    return at_threshold(found.estimator.threshold, exiting.mode, exit + 1, exiting.confidence, kind="adaptive")
+
+
+def _qualities(
+    options: Frontier,
+    model: FathomModel,
+    settings: Sequence[SweepSetting],
+    decoded: Sequence[DecodedSweep],
+    documents: Sequence[str],
+    samples: Sequence[Sample],
+) -> list[tuple[float, float]]:
+    if options.quality == "agreement":
+        return [agreement(model, each.results) for each in decoded]
+    if options.quality == "ppl":
+        lift_exit_vocab(model)
+        with progress_bar("predicting", unit="windows") as update:
+            return perplexities(decoder_only(model, "perplexity"), settings, documents, on_done=update)
+    metric = find_metric(options.quality)
+    return [text_metric(options.quality, metric, samples, each.results) for each in decoded]
+
+
+def _record(options: Frontier, pack: Path | None, curves: Sequence[TradeOffCurve]) -> dict[str, Any]:
+    names = ("sweep", "quality", "prompt_tokens", "max_new_tokens", "repeats", "exit_layer", "device")
+    record: dict[str, Any] = {
+        "kind": "frontier",
+        "version": __version__,
+        "data": str(options.data),
+        "models": list(options.models),
+    }
+    record |= {"texts": options.prompts} | {name: getattr(options, name) for name in names}
+    record["exit_pack"] = None if pack is None else str(pack)
+    if options.sweep == "threshold":
+        record["decode"] = options.mode or "parallel"
+    curves_shown = [curve.to_dict() for curve in curves]
+    return record | {"curves": curves_shown, "files": [str(options.out / f"frontier.{kind}") for kind in ("json", "png")]}

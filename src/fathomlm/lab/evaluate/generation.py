@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fathomlm.checkpoints.resolve import encoder_of
+from fathomlm.cli.display import print_table, progress_bar
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.generation import Generation, exit_rate, mean_exit_layer
 from fathomlm.decode.prompts import encode_prompt
 from fathomlm.decode.sampling import Sampling
 from fathomlm.engine.session import decoder_for
 from fathomlm.errors import OptionError
-from fathomlm.lab.evaluate.metrics import Metric
-from fathomlm.lab.evaluate.samples import Sample
-from fathomlm.lab.evaluate.scoring import OnProgress
+from fathomlm.lab.common import OnProgress, unwatched, write_lines
+from fathomlm.lab.evaluate.options import EvalGenerate
+from fathomlm.lab.evaluate.run_tasks import about
+from fathomlm.lab.evaluate.samples import Metric, Sample, choose_form, find_metric, read_samples
 from fathomlm.model.route import DepthControl
 from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomModel
 
@@ -46,7 +51,7 @@ def complete_samples(
     control: DepthControl | None = None,
     exiting: Exiting | None = None,
     reference: bool = False,
-    on_done: OnProgress | None = None,
+    on_done: OnProgress = unwatched,
 ) -> CompletedSamples:
     """One text for each sample, in order, so that an adaptive threshold learns from the first for the later ones.
 
@@ -65,8 +70,7 @@ def complete_samples(
     batches: list[tuple[Generation, ...]] = []
     for at in range(0, len(prompts), batch):
         batches.append(tuple(decode(prompts[at : at + batch], sampling)))
-        if on_done is not None:
-            on_done(min(at + batch, len(prompts)), len(prompts))
+        on_done(min(at + batch, len(prompts)), len(prompts))
     return CompletedSamples(
         results=tuple(result for group in batches for result in group),
         batches=tuple(batches),
@@ -155,3 +159,82 @@ def cut_prompt(model: FathomModel, tokens: Sequence[int], most: int) -> list[int
         return [*tokens[: most - len(end)], *end]
     begin = [tokens[0]] if tokens[0] == model.config.bos_token_id and most > 1 else []
     return [*begin, *tokens[len(tokens) - (most - len(begin)) :]]
+
+
+def run(options: EvalGenerate) -> int:
+    sampling = options.sampling
+    exiting, pack = options.decoding.settle(options.model, options.depth)
+
+    form = choose_form(
+        options.data, source=options.source, reference=options.references, metric=options.metric, shots=options.shots,
+        prompt=None if options.prompt is None else options.prompt.replace("\\n", "\n"),
+    )  # fmt: skip
+    assert form.metric is not None
+    metric = find_metric(form.metric)
+    alone = encoder_of(options.model) is not None
+    samples = read_samples(options.data, form, limit=options.limit, alone=alone)
+    if not options.sampling.stop and not alone:
+        sampling = sampling.with_options(stop=form.stop)
+    model = options.load_any(**pack)
+    control = options.depth.control(options.model, model)
+    with progress_bar("generating", unit="prompts") as update:
+        written = complete_samples(
+            model, samples, sampling, batch=options.batch_size, most_source=options.max_source_tokens, control=control,
+            exiting=exiting, reference=options.reference, on_done=update,
+        )  # fmt: skip
+    if options.out is not None:
+        write_lines(options.out, _lines(samples, written))
+    record = about(options, "generate", model, pack.get("exits")) | {
+        "data": str(options.data),
+        "metric": form.metric,
+        "prompt": form.prompt,
+        "reference": form.reference,
+        "shots": form.shots,
+        "sampling": dataclasses.asdict(sampling),
+        "max_depth": options.depth.max_depth,
+        "loops": options.loops,
+        "kv_loops": options.depth.kv_loops,
+        "start_scale": options.depth.start_scale,
+        **report(written, samples, metric),
+    }
+    if written.cut:
+        print(f"fathomlm: {written.cut} of {len(samples)} prompts were truncated to fit the context", file=sys.stderr)
+    return options.answer(record, _print)
+
+
+def _lines(samples: Sequence[Sample], written: CompletedSamples) -> list[dict[str, Any]]:
+    return [
+        {
+            "source": sample.source,
+            "prompt": sample.prompt,
+            "text": result.text,
+            "references": list(sample.references),
+            "tokens": len(result.tokens),
+            "finish": result.finish,
+            "exit_layers": None if result.exit_layers is None else list(result.exit_layers),
+            "decode_seconds": result.decode_seconds,
+        }
+        for sample, result in zip(samples, written.results, strict=True)
+    ]
+
+
+def _print(record: dict[str, Any]) -> None:
+    latency, exits = record["latency"], record["exits"]
+    shown = {name: f"{value:.2f}" for name, value in record["quality"].items()}
+    shown |= {"tokens/s": f"{latency['tokens_per_second']:.1f}", "ms per token": f"{latency['ms_per_token']:.2f}"}
+    shown["tokens per completion"] = f"{latency['tokens_per_text']:.1f}"
+    if exits is not None:
+        shown["exited early"] = f"{exits['exit_rate']:.1%}"
+        shown["mean exit layer"] = f"{exits['mean_exit_layer']:.2f} of {exits['layers']}"
+        if exits["last_threshold"] is not None:
+            shown["threshold"] = f"{exits['last_threshold']:.3f}"
+        if exits["drafts_kept"] is not None:
+            shown["drafts accepted"] = f"{exits['drafts_kept']:.1%}"
+    if record["mean_depth"] is not None:
+        shown["mean depth"] = f"{record['mean_depth']:.2f}"
+    mode = (
+        "full depth" if exits is None else "oracle (it knows the last layer's choice)" if exits["oracle"] else exits["mode"]
+    )
+    print_table(
+        [["decoding", mode], ["completions", f"{record['texts']:,}"], *([name, value] for name, value in shown.items())]
+    )

@@ -27,10 +27,10 @@ from fathomlm.decode.prompts import encode_prompt
 from fathomlm.decode.sampling import Sampling
 from fathomlm.depth import DepthPlan
 from fathomlm.errors import OptionError, choices
-from fathomlm.lab.evaluate.encoding import TextEncoder, TextPair, windows
+from fathomlm.lab.common import OnProgress
 from fathomlm.lab.evaluate.generation import cut_prompt
 from fathomlm.lab.evaluate.outputs import FULL, Output, depth_outputs, exit_outputs
-from fathomlm.lab.evaluate.scoring import DEFAULT_BATCH, OnProgress, Score, Scorer
+from fathomlm.lab.evaluate.scoring import DEFAULT_BATCH, Score, Scorer, TextEncoder, TextPair, windows
 from fathomlm.model.hub import FathomForCausalLM
 
 log = logging.getLogger("lm_eval.fathomlm")

@@ -13,8 +13,8 @@ from typing import Any, Protocol, TypeVar
 
 from fathomlm.errors import DataError, OptionError
 from fathomlm.jsonfile import Fields
-from fathomlm.lab.evaluate.encoding import TextEncoder, TextPair
-from fathomlm.lab.evaluate.scoring import OnProgress, Score, Scorer, perplexity_of
+from fathomlm.lab.common import OnProgress, unwatched
+from fathomlm.lab.evaluate.scoring import Score, Scorer, TextEncoder, TextPair, perplexity_of
 from fathomlm.lab.evaluate.tasks import Metrics, accuracy_error, named, one_or_more, read_rows, shots_file
 
 BETWEEN = "\n\n"
@@ -235,7 +235,7 @@ def read_task(path: Path, *, name: str, shots: int = 0, limit: int | None = None
     )
 
 
-def answer(task: LocalTask, scorer: Scorer, encoder: TextEncoder, on_done: OnProgress | None = None) -> list[AnsweredTask]:
+def answer(task: LocalTask, scorer: Scorer, encoder: TextEncoder, on_done: OnProgress = unwatched) -> list[AnsweredTask]:
     """The task at each of the scorer's outputs."""
     requests = [item.behind(text) for item, text in zip(task.items, task.examples, strict=True)]
     try:

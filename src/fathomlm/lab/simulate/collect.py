@@ -9,7 +9,7 @@ Shapes: N rows, T tokens of a row, n some of them, M hidden width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from fathomlm.decode.confidence import MEASURES, AtExit
 from fathomlm.depth import DepthPlan
 from fathomlm.errors import OptionError
+from fathomlm.lab.common import OnProgress, unwatched
 from fathomlm.lab.simulate.trajectories import Trajectories, Trajectory
 from fathomlm.model.decoder import Decoder
 from fathomlm.model.hub import FathomForCausalLM
@@ -54,7 +55,7 @@ def collect(
     threshold: float = 0.9,
     layers: Sequence[int] | None = None,
     prompt: int = 1,
-    on_rows: Callable[[int, int], None] | None = None,
+    on_rows: OnProgress = unwatched,
 ) -> Trajectories:
     """One sequence per row: its first `prompt` tokens are the prompt, the others generated. `on_rows` gets (done, total)."""
     plan, decoder = model.plan, model.decoder
@@ -77,8 +78,7 @@ def collect(
         else:
             depths_T = _exit_depths(decoder, tokens_1T, exits, None if exit_rule == "oracle" else threshold)
         sequences.append(Trajectory(prompt, tuple(depths_T[prompt - 1 :].tolist())))
-        if on_rows is not None:
-            on_rows(done, len(tokens_NT))
+        on_rows(done, len(tokens_NT))
     return Trajectories(tuple(sequences), deepest, exit_rule, _label(exit_rule, exits, threshold))
 
 

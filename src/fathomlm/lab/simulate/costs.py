@@ -52,17 +52,11 @@ class TimeCurve:
         return before + (after - before) * (rows - low) / (high - low)
 
     def __add__(self, other: TimeCurve) -> TimeCurve:
-        return self._joined(other, 1.0)
-
-    def __sub__(self, other: TimeCurve) -> TimeCurve:
-        return self._joined(other, -1.0)
+        rows = sorted({at for at, _ in (*self.points, *other.points)})
+        return TimeCurve(tuple((at, self.at(at) + other.at(at)) for at in rows))
 
     def times(self, factor: float) -> TimeCurve:
         return TimeCurve(tuple((rows, factor * ms) for rows, ms in self.points))
-
-    def _joined(self, other: TimeCurve, sign: float) -> TimeCurve:
-        rows = sorted({at for at, _ in (*self.points, *other.points)})
-        return TimeCurve(tuple((at, self.at(at) + sign * other.at(at)) for at in rows))
 
 
 NOTHING = TimeCurve.flat(0.0)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from fathomlm.engine.schedule import PrefillChunk, SchedulerOutput
 from fathomlm.kernels.routed_rows import CORE, ENTER, IDLE
@@ -69,20 +68,8 @@ class SimulatedStep:
     chosen: list[ChosenToken] = field(default_factory=list)
 
 
-class Device(Protocol):
-    batch_size: int
-
-    def apply(self, scheduled: SchedulerOutput, trajectories: Mapping[int, Trajectory]) -> None: ...
-
-    def prefill(self, chunk: PrefillChunk) -> list[int]: ...
-
-    def decode_step(self) -> SimulatedStep: ...
-
-    def entries(self, before: Sequence[int], length: int, depth: int) -> list[int]: ...
-
-
-class SimulatedDevice:
-    """What all devices do alike: carry out what was scheduled, and prefill."""
+class Device:
+    """What all devices do alike: carry out what was scheduled, and prefill. Each has a decode step of its own."""
 
     def __init__(self, tables: int, batch_size: int) -> None:
         self.batch_size, self._tables = batch_size, tables
@@ -120,6 +107,9 @@ class SimulatedDevice:
             sequence.stage = ENTER
         return list(sequence.entries)
 
+    def decode_step(self) -> SimulatedStep:
+        raise NotImplementedError
+
     def _prefill(self, sequence: SimulatedSequence, chunk: PrefillChunk) -> None:
         sequence.entries = [chunk.first + chunk.count]
 
@@ -133,7 +123,7 @@ class SimulatedDevice:
         return waiting[: self.batch_size]
 
 
-class PlainDevice(SimulatedDevice):
+class PlainDevice(Device):
     """Every token runs everything, in a pass of its own sequence's row (`programs.whole`)."""
 
     def __init__(self, batch_size: int) -> None:
@@ -148,7 +138,7 @@ class PlainDevice(SimulatedDevice):
         return SimulatedStep([("step", len(chosen))], chosen)
 
 
-class LoopDevice(SimulatedDevice):
+class LoopDevice(Device):
     """Tokens run one block as often as they are deep, rows of all depths together (`programs.routed`).
 
     With `own` entries each recursion has a table, `recursion_tables[r]`, where only the tokens that ran it have an entry;
@@ -247,7 +237,7 @@ class LoopDevice(SimulatedDevice):
         return len(running)
 
 
-class ExitDevice(SimulatedDevice):
+class ExitDevice(Device):
     """Tokens exit after a first part or run on, and those that exited run on later with others (`programs.exits`)."""
 
     def __init__(self, batch_size: int, *, mixed: bool, stack: int = 16, waits: bool = True, shallows: int = 1) -> None:

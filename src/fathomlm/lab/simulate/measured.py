@@ -35,6 +35,7 @@ from fathomlm.lab.bench.models import random_model, with_context
 from fathomlm.lab.bench.play import play, warm_up
 from fathomlm.lab.bench.timed import Stage, TimedEngine
 from fathomlm.lab.bench.workload import Workload, WorkloadRequest
+from fathomlm.lab.common import OnProgress, unwatched
 from fathomlm.lab.simulate.costs import Costs, HostTimes, TimeCurve
 from fathomlm.model.hub import FathomForCausalLM
 
@@ -45,7 +46,6 @@ SETTLING = 4
 """Steps before a replay for which sequences have room."""
 SPARE = 4 * DECODE_STEPS
 """Tokens of a sequence beyond its context, for decode steps that are replayed."""
-OnProgress = Callable[[int, int], None]
 
 
 @dataclass(slots=True)
@@ -298,9 +298,7 @@ class MeasuredShape:
         return random_model(architecture, self.plan, self.relaxation, dtype=self.dtype, device=self.device)
 
 
-def measure_plain(
-    shape: MeasuredShape, batch_sizes: Sequence[int], context: int, on_size: OnProgress | None = None
-) -> Costs:
+def measure_plain(shape: MeasuredShape, batch_sizes: Sequence[int], context: int, on_size: OnProgress = unwatched) -> Costs:
     """The plain model that `shape` is compared with: a whole pass by batch size, prompts and host."""
     model = shape.plain().model(context + SPARE)
 
@@ -318,7 +316,7 @@ def measure_loop(
     shape: MeasuredShape,
     batch_sizes: Sequence[int],
     context: int,
-    on_size: OnProgress | None = None,
+    on_size: OnProgress = unwatched,
     captured: bool | None = None,
 ) -> Costs:
     """A looped model: a pass of the block and a turn by batch size, prompts and host. `captured` as in `calibrate`."""
@@ -341,13 +339,12 @@ def measure_loop(
     return replace(found, passes={**found.passes, "both": found.curve("core") + found.curve("turn")})
 
 
-def _by_batch_size(measure: Callable[[int], Costs], batch_sizes: Sequence[int], on_size: OnProgress | None) -> Costs:
+def _by_batch_size(measure: Callable[[int], Costs], batch_sizes: Sequence[int], on_size: OnProgress) -> Costs:
     """Passes by batch size; prompts and host of the largest."""
     found: dict[int, Costs] = {}
     for batch_size in batch_sizes:
         found[batch_size] = measure(batch_size)
-        if on_size is not None:
-            on_size(len(found), len(batch_sizes))
+        on_size(len(found), len(batch_sizes))
     last = found[batch_sizes[-1]]
     curves = {
         kind: TimeCurve(tuple((batch_size, costs.curve(kind).at(batch_size)) for batch_size, costs in found.items()))

@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from fathomlm.errors import OptionError
+from fathomlm.lab.common import OnProgress, unwatched
 from fathomlm.lab.simulate.costs import Costs
 from fathomlm.lab.simulate.devices import Device, ExitDevice, LoopDevice, PlainDevice
-from fathomlm.lab.simulate.simulation import EngineSetup, OnProgress, Simulation, SimulationResult
+from fathomlm.lab.simulate.simulation import EngineSetup, Simulation, SimulationResult
 from fathomlm.lab.simulate.trajectories import Trajectories
 
 Fill = Literal["free", "exact"]
@@ -89,7 +90,7 @@ def run_vanilla(trajectories: Trajectories, costs: Costs, batch_size: int, waiti
 
 
 def run_sequence(
-    trajectories: Trajectories, costs: Costs, setting: EngineSetup, on_progress: OnProgress | None = None
+    trajectories: Trajectories, costs: Costs, setting: EngineSetup, on_progress: OnProgress = unwatched
 ) -> SimulationResult:
     """The plain model, a sequence in the place of another as soon as that is over. Each has a row of the batch."""
     return Simulation(PlainDevice(setting.max_sequences), setting, costs, trajectories).run(on_progress)
@@ -100,7 +101,7 @@ def run_depth(
     costs: Costs,
     setting: EngineSetup,
     device: Device,
-    on_progress: OnProgress | None = None,
+    on_progress: OnProgress = unwatched,
 ) -> SimulationResult:
     """The model with depths, batch_size of all depths together."""
     return Simulation(device, setting, costs, trajectories).run(on_progress)
@@ -130,7 +131,7 @@ def compare(
     device: Device,
     plain_costs: Costs | None = None,
     waiting: Waiting = "shrink",
-    on_progress: OnProgress | None = None,
+    on_progress: OnProgress = unwatched,
 ) -> Comparison:
     """All three. `plain_costs` are those of the plain model, where they are not in `costs`."""
     of_plain = plain_costs or costs

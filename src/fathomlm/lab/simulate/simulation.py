@@ -8,7 +8,6 @@ step that is not over.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,11 +20,11 @@ from fathomlm.engine.request import Request
 from fathomlm.engine.scheduler import Scheduler
 from fathomlm.engine.sequence import Sequence
 from fathomlm.errors import OptionError
+from fathomlm.lab.common import OnProgress, unwatched
 from fathomlm.lab.simulate.costs import Costs
 from fathomlm.lab.simulate.devices import ChosenToken, Device, PlainDevice
 from fathomlm.lab.simulate.trajectories import Trajectories
 
-OnProgress = Callable[[int, int], None]
 REPORT_TOKENS = 20_000
 """Tokens between two reports of progress."""
 CHUNK = 256
@@ -161,11 +160,11 @@ class Simulation:
         self.filled: dict[str, int] = {}
         self._last = 0.0
 
-    def run(self, on_progress: OnProgress | None = None) -> SimulationResult:
+    def run(self, on_progress: OnProgress = unwatched) -> SimulationResult:
         total, reported = self.trajectories.tokens, 0
         while self._under_way:
             self.step()
-            if on_progress is not None and self.tokens - reported >= REPORT_TOKENS:
+            if self.tokens - reported >= REPORT_TOKENS:
                 reported = self.tokens
                 on_progress(self.tokens, total)
         return SimulationResult(

@@ -10,23 +10,151 @@ It prints neither its exit trajectories nor the lengths of its sequences. This i
 
 All else is then a prediction: the baselines of the other two models, with them the Delta columns of the 40 GB table, and all
 of the 16 GB table.
+
+Presets are its A100 measurements as tables of times (`tab_rrt:measured_generation_time_a100` and `..._16gb`). It prints
+times for a token, that is the time of a forward pass over its batch size. Only a batch of one and the
+largest that fitted are printed; what it measured in between is not known. Its throughput counts Transformer blocks alone,
+and so do these tables unless `ends` are asked for.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
 import random
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from functools import cache, lru_cache
+from importlib.resources import files
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal
 
-from fathomlm.lab.simulate.costs import Costs
+from fathomlm.cli.display import print_table, progress_bar
+from fathomlm.errors import OptionError, choices
+from fathomlm.lab.common import OnProgress, unwatched
+from fathomlm.lab.simulate.costs import NOTHING, Costs, TimeCurve
+from fathomlm.lab.simulate.options import Thesis
 from fathomlm.lab.simulate.policies import loop_device, run_depth, run_sequence, run_vanilla
-from fathomlm.lab.simulate.presets import PresetTimes, PrintedRow, Table, all_printed, find_times, preset_costs
 from fathomlm.lab.simulate.simulation import EngineSetup
 from fathomlm.lab.simulate.trajectories import Trajectories, draw
+
+Table = Literal["40gb", "16gb"]
+TABLES: tuple[Table, ...] = ("40gb", "16gb")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableRow:
+    """What the rows of both tables are of."""
+
+    table: Table
+    model: str
+    blocks: int
+    """How often the shared block is looped; 1 is the plain model."""
+    rank: int
+    """Of the LoRA on every linear; 0 without."""
+
+    @property
+    def name(self) -> str:
+        looped = "" if self.blocks == 1 else f"/{self.blocks}"
+        return f"{self.table}/{self.model}{looped}" + (f"/{self.rank}" if self.rank else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PresetTimes(TableRow):
+    """One row: a model on the A100."""
+
+    label: str
+    """Of the table in the thesis."""
+    batch: int
+    """The largest that fitted."""
+    embedding: TimeCurve
+    transformer: TimeCurve
+    """A pass over all layers of a plain model, over the block of another."""
+    head: TimeCurve
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrintedRow(TableRow):
+    """One row of the thesis' throughput tables."""
+
+    batching: Literal["vanilla", "CSB", "CDB"]
+    coefficient: float | None
+    """Of the intermediate losses in early-exit training."""
+    batch: int
+    slimpajama: float
+    redpajama: float
+    pg19: float
+    delta_v: float
+    delta_seq: float
+
+
+@cache
+def _data() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(files(__package__).joinpath("thesis_a100.json").read_text(encoding="utf-8"))
+    return found
+
+
+def all_times() -> Iterator[PresetTimes]:
+    for table in TABLES:
+        found = _data()["tables"][table]
+        for row in found["times"]:
+            curves = {
+                name: TimeCurve(tuple((t["batch"], t["batch"] * t[name]) for t in row["times"]))
+                for name in ("embedding", "transformer", "head")
+            }
+            yield PresetTimes(
+                table=table,
+                label=found["label"],
+                model=row["model"],
+                blocks=row["blocks"],
+                rank=row["rank"],
+                batch=row["times"][-1]["batch"],
+                **curves,
+            )
+
+
+def all_printed(table: Table) -> list[PrintedRow]:
+    names = [field.name for field in dataclasses.fields(PrintedRow) if field.name != "table"]
+    return [PrintedRow(table=table, **{name: row[name] for name in names}) for row in _data()["tables"][table]["results"]]
+
+
+def find_times(name: str) -> PresetTimes:
+    """By its name, such as 40gb/gemma-2b/2 or 16gb/pythia-1b/2/64."""
+    known = {times.name: times for times in all_times()}
+    if name not in known:
+        raise OptionError(choices("preset", name, known))
+    return known[name]
+
+
+def looped_preset(name: str) -> PresetTimes:
+    times = find_times(name)
+    if times.blocks == 1:
+        raise OptionError(f"preset '{name}' is a plain model, which has no depths; add its blocks, such as {name}/2")
+    return times
+
+
+def plain_of(times: PresetTimes) -> PresetTimes:
+    """The plain model that a preset is compared with."""
+    return find_times(f"{times.table}/{times.model}")
+
+
+def preset_costs(times: PresetTimes, ends: bool = False) -> Costs:
+    """A preset's times and its plain model's. With `ends` embedding and head count too."""
+    plain = plain_of(times)
+    outer = times.embedding + times.head if ends else NOTHING
+    plain_outer = plain.embedding + plain.head if ends else NOTHING
+    return Costs(
+        name=f"A100 preset {times.name} ({times.label}, {'with' if ends else 'without'} embedding and head)",
+        passes={
+            "step": plain.transformer + plain_outer,
+            "core": times.transformer,
+            "turn": outer,
+            "both": times.transformer + outer,
+        },
+        largest=times.batch,
+    )
+
 
 SETS = ("slimpajama", "redpajama", "pg19")
 BOOKS = 100
@@ -36,7 +164,6 @@ LONGEST = 32
 BOOK_TOKENS = 256
 FITTED = "gemma-2b"
 """The model whose plain throughput says how long sequences are."""
-OnProgress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +249,7 @@ def fit_mean(printed: float, sequences: int) -> float:
     return (low + high) / 2
 
 
-def thesis_table(table: Table, sequences: int = 5000, on_row: OnProgress | None = None) -> ThesisTable:
+def thesis_table(table: Table, sequences: int = 5000, on_row: OnProgress = unwatched) -> ThesisTable:
     """All rows of one table. `sequences` is how many SlimPajama and RedPajama have; the thesis' queue has 20,000."""
     printed = all_printed(table)
     first = next(row for row in all_printed("40gb") if row.model == FITTED and row.batching == "vanilla")
@@ -134,8 +261,7 @@ def thesis_table(table: Table, sequences: int = 5000, on_row: OnProgress | None 
     looped = [row for row in printed if row.batching == "CDB"]
     for done, row in enumerate(looped, start=1):
         rows.append(_again(row, sets, by_model[row.model]))
-        if on_row is not None:
-            on_row(done, len(looped))
+        on_row(done, len(looped))
     label = find_times(f"{table}/{FITTED}").label
     return ThesisTable(table=table, label=label, sequences=sequences, means=means, baselines=baselines, rows=rows)
 
@@ -202,3 +328,54 @@ def _plain(found: tuple[int, ...]) -> Trajectories:
 
 def _costs(times: PresetTimes) -> Costs:
     return preset_costs(times)
+
+
+def run(options: Thesis) -> int:
+    if options.out is not None and not options.out.absolute().parent.is_dir():
+        raise OptionError(f"cannot write {options.out}: {options.out.parent} is not a directory")
+
+    tables = []
+    for name in dict.fromkeys(options.table or TABLES):
+        with progress_bar(name, unit="rows") as update:
+            tables.append(thesis_table(name, options.sequences, update))
+    record = {"kind": "simulated thesis", "tables": [_record(table) for table in tables]}
+    if options.out is not None:
+        options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+    def show(record: dict[str, Any]) -> None:
+        for table in tables:
+            _print(table)
+
+    return options.answer(record, show)
+
+
+def _record(table: ThesisTable) -> dict[str, Any]:
+    return {
+        "table": table.table,
+        "label": table.label,
+        "texts": table.sequences,
+        "mean_lengths": table.means,
+        "baselines": [asdict(one) for one in table.baselines],
+        "rows": [row.record() for row in table.rows],
+        "mean_error": {"delta_v": table.error("delta_v"), "delta_seq": table.error("delta_seq")},
+    }
+
+
+def _print(table: ThesisTable) -> None:
+    rows = [["plain model", "batching", *SETS]]
+    for one in table.baselines:
+        ways = {"vanilla": (one.vanilla, one.printed_vanilla), "sequence-wise": (one.sequence, one.printed_sequence)}
+        for way, (ours, printed) in ways.items():
+            rows.append([one.model, way, *(f"{ours[name]:,.0f} ({printed[name]:,.0f})" for name in SETS)])
+    print_table(rows, f"{table.label}: tokens/s, simulated (printed)")
+    rows = [["model", "CE", "depths", "Delta_V", "printed", "Delta_Seq", "printed"]]
+    for row in table.rows:
+        depths = " ".join(f"{row.depths[name]:.2f}" for name in SETS)
+        deltas = (row.delta_v, row.printed.delta_v, row.delta_seq, row.printed.delta_seq)
+        name = row.printed.name.partition("/")[2]
+        rows.append([name, f"{row.printed.coefficient:g}", depths, *(f"{delta:.2f}" for delta in deltas)])
+    print_table(
+        rows, "depth-wise batching. depths: means at which the 40 GB table's throughput comes out. CE: loss coefficient"
+    )
+    errors = " and ".join(f"{table.error(name):.1%} ({name})" for name in ("delta_v", "delta_seq"))
+    print(f"mean difference from the printed columns: {errors}; {table.sequences:,} sequences\n")

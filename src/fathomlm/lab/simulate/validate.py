@@ -6,11 +6,14 @@ it. Machines have slow minutes; the two halves of a round share theirs, and of a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
+from fathomlm.checkpoints.resolve import describe, dtype_name
+from fathomlm.cli.common import memory_errors
+from fathomlm.cli.display import print_table, progress_bar
 from fathomlm.engine.engine import Engine
 from fathomlm.engine.programs.drafts import DraftProgram
 from fathomlm.engine.programs.exits import ExitProgram
@@ -18,11 +21,15 @@ from fathomlm.engine.programs.routed import RoutedProgram
 from fathomlm.engine.request import Result
 from fathomlm.errors import OptionError
 from fathomlm.lab.bench.measure import Timing
+from fathomlm.lab.bench.models import planned_shape
 from fathomlm.lab.bench.play import play, warm_up
+from fathomlm.lab.bench.run import LOWER, Bench, about
 from fathomlm.lab.bench.timed import TimedEngine
 from fathomlm.lab.bench.workload import Workload
+from fathomlm.lab.common import OnProgress, unwatched
 from fathomlm.lab.simulate.devices import Device, ExitDevice, LoopDevice, PlainDevice
 from fathomlm.lab.simulate.measured import calibrate
+from fathomlm.lab.simulate.options import Validate
 from fathomlm.lab.simulate.simulation import EngineSetup, Simulation, SimulationResult
 from fathomlm.lab.simulate.trajectories import Trajectories, Trajectory, draw
 
@@ -136,17 +143,14 @@ def forced_parts(engine: TimedEngine) -> tuple[float, ...]:
     return (1.0,)
 
 
-def validate(
-    engine: TimedEngine, workload: Workload, rounds: int = ROUNDS, on_round: Callable[[int, int], None] | None = None
-) -> Validation:
+def validate(engine: TimedEngine, workload: Workload, rounds: int = ROUNDS, on_round: OnProgress = unwatched) -> Validation:
     """Some rounds; `on_round` is called with (done, total)."""
     parts = forced_parts(engine)
     warm_up(engine, workload)
     found = []
     for number in range(rounds):
         found.append(_round(engine, workload, parts, seed=number))
-        if on_round is not None:
-            on_round(number + 1, rounds)
+        on_round(number + 1, rounds)
     return Validation(rounds=tuple(found), kind=engine.runner.layout.kind, parts=parts)
 
 
@@ -166,3 +170,44 @@ def _round(engine: TimedEngine, workload: Workload, parts: Sequence[float], seed
     decode_steps = engine.totals.decode_steps
     engine.forget()
     return ValidationRound(predicted=predicted, measured=Timing.of(played), decode_steps=decode_steps)
+
+
+def run(options: Validate) -> int:
+    if options.depth.depth in ("router", "confidence") or options.depth.threshold is not None:
+        raise OptionError("a validation forces depths, so that both know them: give --depths or --exit-rate")
+    forced = options.depth
+    if forced.depth is None and forced.exit_rate is None and planned_shape(options, options.model)[1].routing is not None:
+        forced = replace(forced, depth="forced")
+    with memory_errors(LOWER):
+        return _validate(replace(options, depth=forced))
+
+
+def _validate(options: Validate) -> int:
+    bench = Bench(options)
+    if bench.depth.source not in ("full", "forced"):
+        raise OptionError("a validation forces depths, so that both know them: give --exit-rate P")
+    settings = replace(bench.engine_options(bench.model, bench.depth), prefix_caching=False)
+    engine = TimedEngine(bench.model, settings, exiting=bench.depth.exiting)
+    with progress_bar("validating", unit="rounds") as update:
+        found = validate(engine, bench.workload, options.rounds, update).record()
+    record: dict[str, Any] = about(options, dtype_name(bench.model)) | {
+        "plan": describe(bench.model),
+        "workload": bench.workload.record(),
+        "batch_size": settings.batch_size,
+        "max_sequences": engine.runner.sizes.max_sequences,
+        **found,
+    }
+    options.answer(record, _print)
+    within = options.within
+    return 1 if within is not None and abs(record["ratio"] - 1) > within else 0
+
+
+def _print(record: dict[str, Any]) -> None:
+    rows = [["", "predicted", "measured", "predicted / measured"]]
+    speeds = record["predicted_tokens_per_s"], record["measured_tokens_per_s"]
+    decode_steps = record["predicted_decode_steps"], record["measured_decode_steps"]
+    rows.append(["tokens/s", *(f"{speed:,.1f}" for speed in speeds), f"{record['ratio']:.3f}"])
+    rows.append(["decode steps", *(f"{many:,.0f}" for many in decode_steps), f"{decode_steps[0] / decode_steps[1]:.3f}"])
+    print_table(rows, f"{record['plan']}, {record['device']}; {record['depth']}; medians of {len(record['ratios'])} rounds")
+    shares = ", ".join(f"{stage} {share:.0%}" for stage, share in record["stages"].items())
+    print(f"predicted time: {shares}")

@@ -20,6 +20,7 @@ from typing import Any
 from fathomlm.checkpoints.writing import whole_file
 from fathomlm.errors import DataError, writing
 from fathomlm.jsonfile import read_object
+from fathomlm.lab.study.options import Merge
 from fathomlm.train.recipe import Recipe
 from fathomlm.train.resume import FREE
 
@@ -161,3 +162,13 @@ def identity(record: Record) -> tuple[str, str]:
 
 def _standing(record: Record) -> tuple[bool, str, str]:
     return record["status"] != "finished", str(record.get("date")), json.dumps(record, sort_keys=True)
+
+
+def run_merge(options: Merge) -> int:
+    added = Ledger(options.ledger).merge(options.files)
+
+    def show(record: dict[str, Any]) -> None:
+        for study, number in added.items():
+            print(f"{study}: {number} new or better records")
+
+    return options.answer({"added": added, "ledger": str(options.ledger)}, show)

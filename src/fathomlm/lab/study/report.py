@@ -11,16 +11,16 @@ from statistics import fmean, mode
 from typing import Any
 
 from fathomlm.checkpoints.writing import whole_file
+from fathomlm.cli.display import Rows
 from fathomlm.errors import writing
 from fathomlm.lab.analyze.scaling import architecture_name
+from fathomlm.lab.common import markdown, optional
 from fathomlm.lab.drawing import DASHES, LINES, MARKERS, check_matplotlib, new_figure, plain_axes, save_figure
 from fathomlm.lab.evaluate.tasks import TASKS
 from fathomlm.lab.study.ledger import Ledger
-from fathomlm.lab.study.results import METRICS, Judged, Results, Row, collect, overall
-from fathomlm.lab.study.scores import counted
+from fathomlm.lab.study.results import METRICS, Difference, Judged, Results, Row, collect, overall
 from fathomlm.lab.study.spec import Claim, Study
-from fathomlm.lab.study.stats import Difference
-from fathomlm.lab.tables import Rows, markdown
+from fathomlm.lab.study.training import counted
 from fathomlm.train.schedule import row_length
 
 HEAD = """\
@@ -151,10 +151,10 @@ def main_table(results: Results) -> Rows:
                 f"{row.job.shaped.flops_per_token / 1e6:.1f}M",
                 row.budget.name,
                 tokens(row.job.tokens),
-                "-" if loss is None else f"{loss:.4f}",
+                optional(loss, ".4f"),
                 _against(row),
                 ", ".join(str(seed) for seed in sorted(row.records)) or "-",
-                "-" if rate is None else f"{rate:,.0f}",
+                optional(rate, ",.0f"),
             ]
         )
     return rows
@@ -169,8 +169,8 @@ def metric_table(results: Results) -> Rows | None:
     for row in results.rows:
         values = [row.mean(name) for name in (*names, "next_token")]
         if any(value is not None for value in values[:-1]):
-            label = row.variant.name if len(results.study.budgets) == 1 else f"{row.variant.name}, {row.budget.name}"
-            rows.append([label, *("-" if value is None else f"{value:.4f}" for value in values)])
+            label = _label(results, row)
+            rows.append([label, *(optional(value, ".4f") for value in values)])
     return rows
 
 
@@ -182,7 +182,7 @@ def score_table(results: Results) -> Rows | None:
         return None
     rows = [["variant", *results.study.scores]]
     for row in scored:
-        label = row.variant.name if len(results.study.budgets) == 1 else f"{row.variant.name}, {row.budget.name}"
+        label = _label(results, row)
         rows.append([label, *(_score(row, task) for task in results.study.scores)])
     return rows
 
@@ -202,8 +202,8 @@ def exit_table(results: Results) -> Rows | None:
         losses = [row.mean(name or "loss") for name in places]
         scores = [row.mean(f"{name}.{task}" if name else task) for task in results.study.scores for name in places]
         texts = [task not in TASKS for task in results.study.scores for _ in places]
-        label = row.variant.name if len(results.study.budgets) == 1 else f"{row.variant.name}, {row.budget.name}"
-        cells = ["-" if value is None else f"{value:.4f}" for value in losses]
+        label = _label(results, row)
+        cells = [optional(value, ".4f") for value in losses]
         for value, text in zip(scores, texts, strict=True):
             cells.append("-" if value is None else f"{value:.4f}" if text else f"{100 * value:.1f}")
         rows.append([label, *cells])
@@ -243,7 +243,7 @@ def fit_table(results: Results) -> Rows | None:
                 ", ".join(f"{size / 1e6:.1f}M" for size in fit.sizes),
                 ", ".join(f"{loss:.3f}" for loss in fit.losses),
                 "-" if fit.best_parameters is None else f"{fit.best_parameters / 1e6:.1f}M{inside}",
-                "-" if fit.best_loss is None else f"{fit.best_loss:.3f}",
+                optional(fit.best_loss, ".3f"),
                 "-" if fit.best_tokens is None else tokens(fit.best_tokens),
             ]
         )
@@ -283,7 +283,6 @@ def _curves(axes: Any, results: Results) -> None:
     """Validation losses over tokens, means over seeds; of each variant the longest run."""
     finals = []
     longest = {row.variant.name: row for row in sorted(results.rows, key=lambda row: row.job.tokens) if row.records}
-    several = len(results.study.budgets) > 1
     for number, row in enumerate(longest.values()):
         at: dict[int, list[float]] = {}
         for record in row.records.values():
@@ -296,7 +295,7 @@ def _curves(axes: Any, results: Results) -> None:
         axes.plot(
             [x / 1e6 for x in shared], list(shared.values()), linestyle=DASHES[number // len(LINES) % len(DASHES)],
             color=LINES[number % len(LINES)], marker=MARKERS[number % len(MARKERS)], markersize=3, linewidth=1.2,
-            label=f"{row.variant.name}{f', {row.budget.name}' if several else ''}: {loss:.4f}",
+            label=f"{_label(results, row)}: {loss:.4f}",
         )  # fmt: skip
     axes.set_ylim(min(finals) - 0.05, max(finals) + max(0.6, 2 * (max(finals) - min(finals))))
     axes.legend(fontsize=7.5, ncols=2 if len(finals) > 7 else 1)
@@ -352,16 +351,19 @@ def _differences(axes: Any, results: Results) -> None:
         axes.annotate(
             gap(row.against), (row.against.mean, place), (0, 5), textcoords="offset points", ha="center", fontsize=7
         )
-    several = len(results.study.budgets) > 1
-    names = [f"{row.variant.name}, {row.budget.name}" if several else row.variant.name for row in reversed(shown)]
-    axes.set_yticks(range(len(shown)), names, fontsize=8)
+    axes.set_yticks(range(len(shown)), [_label(results, row) for row in reversed(shown)], fontsize=8)
     axes.set_ylim(-0.6, len(shown) - 0.3)
     axes.axvline(0.0, color="0.3", linewidth=0.8)
     axes.margins(x=0.15)  # the numbers beside the outermost points
     first = results.rows[0].job
-    under = "" if several else f", {tokens(first.tokens)} tokens"
+    under = "" if len(results.study.budgets) > 1 else f", {tokens(first.tokens)} tokens"
     title = f"Loss less that of {results.study.baseline}{under}; 95 %, grey: inside the spread"
     plain_axes(axes, title, "difference (nats per token); left is better")
+
+
+def _label(results: Results, row: Row) -> str:
+    """A variant, with its budget where there are several."""
+    return row.variant.name if len(results.study.budgets) == 1 else f"{row.variant.name}, {row.budget.name}"
 
 
 def _kind(row: Row) -> str:

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fathomlm.cli.display import print_table
 from fathomlm.errors import OptionError, choices
+from fathomlm.jsonfile import Fields
+from fathomlm.lab.study.options import ListStudies
 from fathomlm.train.reading import read_yaml, shipped_directory
 
 KINDS = ("train",)
@@ -23,7 +26,6 @@ FIELDS = (
     "name", "title", "thesis", "kind", "common", "variants", "axes", "without", "baseline", "budgets", "chain", "seeds",
     "passes", "scores", "claims", "example",
 )  # fmt: skip
-CLAIM_FIELDS = ("text", "thesis", "lower", "higher", "same", "within", "metric", "best", "budgets")
 PASSES = 4.0
 """Over the corpus; beyond that repeated text says more about memory than about the model."""
 
@@ -53,7 +55,7 @@ class Claim:
     """A statement about a metric of two variants, or of two values of an axis (then for every place on the other axes)."""
 
     text: str
-    thesis: str
+    thesis: str = "ours"
     """The table, figure or section that makes it, or `ours`."""
     lower: str | None = None
     """The variant whose metric is claimed to be lower than `higher`'s."""
@@ -180,6 +182,11 @@ def read_study(name: str | Path) -> Study:
     return build_study(read_yaml(path, "a study"), str(path))
 
 
+def read_studies(names: Sequence[str]) -> list[Study]:
+    """The studies that were named, each once; all shipped ones where none was."""
+    return [read_study(name) for name in dict.fromkeys(names or list(shipped_studies()))]
+
+
 def build_study(values: Values, where: str) -> Study:
     """A study from plain values; `where` is named in messages."""
     for key in values:
@@ -254,23 +261,11 @@ def _scores(values: Any, where: str) -> dict[str, int | None]:
 
 
 def _claim(values: Values, where: str) -> Claim:
-    for key in values:
-        if key not in CLAIM_FIELDS:
-            raise OptionError(f"{where}: {choices('field in claims', str(key), CLAIM_FIELDS)}")
-    ordered, same = {"lower", "higher"} <= set(values), "same" in values
-    if "text" not in values or ordered == same or (same and not float(values.get("within", 0)) > 0):
+    claim = Fields(values, where, error=OptionError, prefix="claims.").build(Claim)
+    ordered, same = claim.lower is not None and claim.higher is not None, claim.same is not None
+    if ordered == same or (same and claim.within <= 0):
         raise OptionError(f"{where}: a claim requires a text, and either lower and higher or same and within > 0")
-    return Claim(
-        text=str(values["text"]),
-        thesis=str(values.get("thesis", "ours")),
-        lower=str(values["lower"]) if ordered else None,
-        higher=str(values["higher"]) if ordered else None,
-        same=(str(values["same"][0]), str(values["same"][1])) if same else None,
-        within=float(values.get("within", 0.0)),
-        metric=str(values.get("metric", "loss")),
-        best=bool(values.get("best", False)),
-        budgets=tuple(str(name) for name in values.get("budgets") or ()),
-    )
+    return claim
 
 
 def _check(study: Study, where: str) -> None:
@@ -293,3 +288,24 @@ def _check(study: Study, where: str) -> None:
             raise OptionError(f"{where}: the baseline {study.baseline} cannot be compared with {variant.name}")
     if study.chain and study.common.get("schedule", {}).get("kind") != "trapezoid":
         raise OptionError(f"{where}: chain requires schedule.kind: trapezoid, whose plateau the budgets share")
+
+
+def run_list(options: ListStudies) -> int:
+    found = [
+        {
+            "name": study.name,
+            "title": study.title,
+            "thesis": list(study.thesis),
+            **{name: len(getattr(study, name)) for name in ("variants", "budgets", "seeds")},
+            "runs": len(study.runs()),
+        }
+        for study in read_studies([])
+    ]
+
+    def show(record: dict[str, Any]) -> None:
+        header = ["study", "runs", "variants", "budgets", "seeds"]
+        print_table([header, *([str(study[key]) for key in ("name", *header[1:])] for study in found)])
+        for study in record["studies"]:
+            print(f"\n{study['name']}: {study['title']} ({', '.join(study['thesis']) or 'ours'})")
+
+    return options.answer({"studies": found}, show)

@@ -1,37 +1,28 @@
-"""`fathomlm eval MODEL --tasks NAME,NAME`: likelihood tasks, from local files or through lm-evaluation-harness."""
+"""`fathomlm eval MODEL --tasks NAME,NAME`, from local files or through lm-evaluation-harness, and `fathomlm eval ppl`."""
 
 from __future__ import annotations
 
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from fathomlm.cli.common import ModelOptions
+from fathomlm import __version__
+from fathomlm.checkpoints.resolve import describe, dtype_name, plan_of
+from fathomlm.cli.common import read_documents
 from fathomlm.cli.decoding import lift_exit_vocab
-from fathomlm.cli.first import check_new_file
-from fathomlm.cli.progress import progress_bar
+from fathomlm.cli.display import print_table, progress_bar
 from fathomlm.errors import DataError, OptionError
-from fathomlm.lab.cli.eval_common import (
-    BatchOptions,
-    EvaluatedOutputOptions,
-    ShotOptions,
-    about,
-    answer,
-    number,
-    write_lines,
-)
-from fathomlm.lab.tables import print_table
-from fathomlm.options import like, option, section
-
-if TYPE_CHECKING:
-    from fathomlm.lab.evaluate.harness_tasks import HarnessTasks
-    from fathomlm.lab.evaluate.likelihood import LocalTask
-    from fathomlm.lab.evaluate.outputs import Output
-    from fathomlm.lab.evaluate.tasks import Metrics
-    from fathomlm.model.hub import FathomForCausalLM
+from fathomlm.lab.common import write_lines
+from fathomlm.lab.evaluate.likelihood import LocalTask, answer, read_task, samples
+from fathomlm.lab.evaluate.options import Perplexity, Tasks
+from fathomlm.lab.evaluate.outputs import Output, choose_outputs
+from fathomlm.lab.evaluate.scoring import Scorer, TextEncoder, predict
+from fathomlm.lab.evaluate.tasks import GROUPS, NAMES, HarnessTasks, Metrics, check_folder, find_file, gather, members, stem
+from fathomlm.model.hub import FathomForCausalLM
+from fathomlm.model.seq2seq import FathomModel
 
 SHOWN = ("acc", "acc_norm", "perplexity")
 """The first columns of a table, in order; what else a task has follows."""
@@ -48,52 +39,29 @@ class TaskSelection:
     missing: tuple[str, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Tasks(BatchOptions, ModelOptions):
-    """Score how likely MODEL finds the answers of tasks such as lambada_openai, hellaswag or arc_easy. A task is read from a
-    file (a .jsonl path, or its name with --data DIR), else by lm-evaluation-harness from the Hugging Face hub, which has
-    thousands. Groups: thesis-rrt (LAMBADA, HellaSwag, PIQA, WinoGrande, ARC-e, ARC-c, OpenBookQA) and thesis-mor (LAMBADA,
-    HellaSwag, PIQA, WinoGrande, ARC as one number, MMLU as continuation)."""
-
-    tasks: tuple[str, ...] = option(comma=True, metavar="NAME,...", help="task and group names, or .jsonl files; repeatable")
-    data: Path | None = option(None, metavar="DIR", help="read tasks from NAME.jsonl or NAME_test.jsonl.gz in DIR")
-    shots: int | None = like(ShotOptions, "shots", default_text="the task's standard, none for those above")
-    include: Path | None = option(None, metavar="DIR", help="directory of lm-evaluation-harness tasks (YAML) of your own")
-    out: Path | None = option(
-        None, metavar="FILE", first=check_new_file,
-        help="write every example of local tasks with its scores, as JSON Lines",
-    )  # fmt: skip
-    batch_size: int = like(BatchOptions, "batch_size", 16)
-    exit_options: EvaluatedOutputOptions = section(EvaluatedOutputOptions, "outputs")
-
-    def run(self) -> int:
-        found = _find(self)
-        outputs = self.exit_options.outputs(self.model)
-        if found.missing:
-            print(f"fathomlm: {self.data} has no file for {', '.join(found.missing)}", file=sys.stderr)
-        model = self.load(exits=self.exit_options.exits, any_base=self.exit_options.any_base)
-        lift_exit_vocab(model)
-        begun = time.perf_counter()
-        results, lines = _answer(self, found, model, outputs)
-        if self.out is not None:
-            write_lines(self.out, lines)
-        record = about(self, "tasks", model, self.exit_options.exits) | {
-            "shots": self.shots,
-            "tasks": _origins(found),
-            "missing": list(found.missing),
-            "outputs": [_record(output, found, metrics) for output, metrics in zip(outputs, results, strict=True)],
-            "seconds": time.perf_counter() - begun,
-        }
-        answer(self, record, _print)
-        return 0
+def run_tasks(options: Tasks) -> int:
+    found = _find(options)
+    outputs = outputs_of(options)
+    if found.missing:
+        print(f"fathomlm: {options.data} has no file for {', '.join(found.missing)}", file=sys.stderr)
+    model = options.load(exits=options.exit_options.exits, any_base=options.exit_options.any_base)
+    lift_exit_vocab(model)
+    begun = time.perf_counter()
+    results, lines = _answer(options, found, model, outputs)
+    if options.out is not None:
+        write_lines(options.out, lines)
+    record = about(options, "tasks", model, options.exit_options.exits) | {
+        "shots": options.shots,
+        "tasks": _origins(found),
+        "missing": list(found.missing),
+        "outputs": [_record(output, found, metrics) for output, metrics in zip(outputs, results, strict=True)],
+        "seconds": time.perf_counter() - begun,
+    }
+    return options.answer(record, _print_tasks)
 
 
 def _find(options: Tasks) -> TaskSelection:
     """All checks of the tasks, before a model is loaded."""
-    from fathomlm.lab.evaluate.harness_tasks import HarnessTasks
-    from fathomlm.lab.evaluate.likelihood import read_task
-    from fathomlm.lab.evaluate.tasks import NAMES, check_folder, find_file, members, stem
-
     names = tuple(dict.fromkeys(name for name in options.tasks if name))
     if not names:
         raise OptionError("--tasks names no task")
@@ -120,10 +88,6 @@ def _answer(
     options: Tasks, tasks: TaskSelection, model: FathomForCausalLM, outputs: Sequence[Output]
 ) -> tuple[list[dict[str, Metrics]], list[dict[str, Any]]]:
     """For each output the metrics of all tasks, and the lines of --out."""
-    from fathomlm.lab.evaluate.encoding import TextEncoder
-    from fathomlm.lab.evaluate.likelihood import answer, samples
-    from fathomlm.lab.evaluate.scoring import Scorer
-
     results: list[dict[str, Metrics]] = [{} for _ in outputs]
     lines: list[dict[str, Any]] = []
     scorer, encoder = Scorer(model, outputs, batch=options.batch_size), TextEncoder(model)
@@ -150,15 +114,11 @@ def _origins(tasks: TaskSelection) -> dict[str, dict[str, Any]]:
 
 
 def _record(output: Output, tasks: TaskSelection, found: dict[str, Metrics]) -> dict[str, Any]:
-    from dataclasses import asdict
-
-    from fathomlm.lab.evaluate.tasks import GROUPS, gather
-
     groups = {name: asdict(gather(name, found)) for name in tasks.names if name in GROUPS}
     return {**output.record(), "tasks": found, "groups": groups}
 
 
-def _print(record: dict[str, Any]) -> None:
+def _print_tasks(record: dict[str, Any]) -> None:
     outputs = record["outputs"]
     tasks = list(outputs[0]["tasks"])
     if len(outputs) == 1:
@@ -198,3 +158,61 @@ def _shown(metrics: dict[str, Any], name: str) -> str:
 
 def _percent(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.2f}"
+
+
+def run_perplexity(options: Perplexity) -> int:
+    documents = read_documents(options.data, options.column, options.limit, empty=True)
+    outputs = outputs_of(options)
+
+    model = options.load(exits=options.exit_options.exits, any_base=options.exit_options.any_base)
+    lift_exit_vocab(model)
+    if options.context is not None and options.context > model.architecture.context:
+        raise OptionError(f"--context must be <= the model's {model.architecture.context:,} tokens, got {options.context}")
+    begun = time.perf_counter()
+    scorer = Scorer(model, outputs, batch=options.batch_size, max_length=options.context)
+    with progress_bar("predicting", unit="windows") as update:
+        found = predict(scorer, TextEncoder(model), documents, stride=options.stride, join=options.join, on_done=update)
+    record: dict[str, Any] = about(options, "ppl", model, options.exit_options.exits) | {
+        "data": list(options.data),
+        "context": scorer.max_length,
+        "stride": options.stride or scorer.max_length,
+        "outputs": [output.record() | each.record() for output, each in zip(outputs, found, strict=True)],
+        "seconds": time.perf_counter() - begun,
+    }
+    return options.answer(record, _print_perplexity)
+
+
+def _print_perplexity(record: dict[str, Any]) -> None:
+    rows = [["output", "tokens", "nats per token", "perplexity", "bits per byte"]]
+    rows += [
+        [each["output"], f"{each['tokens']:,}"]
+        + [number(each[name]) for name in ("nats_per_token", "perplexity", "bits_per_byte")]
+        for each in record["outputs"]
+    ]
+    print_table(rows)
+
+
+def about(options: Any, kind: str, model: FathomModel, exits: Path | None) -> dict[str, Any]:
+    """How every record begins."""
+    return {
+        "kind": kind,
+        "model": options.model,
+        "exit_pack": None if exits is None else str(exits),
+        "plan": describe(model),
+        "dtype": dtype_name(model),
+        "device": options.device,
+        "version": __version__,
+        "batch": options.batch_size,
+        "limit": options.limit,
+    }
+
+
+def number(value: float) -> str:
+    """Four digits behind the point; a perplexity may be beyond all counting."""
+    return f"{value:.4f}" if abs(value) < 1e5 else f"{value:.3e}"
+
+
+def outputs_of(options: Tasks | Perplexity) -> tuple[Output, ...]:
+    """From the model's configuration, before its weights are loaded."""
+    chosen = options.exit_options
+    return choose_outputs(plan_of(options.model, chosen.exits), chosen.exit, chosen.max_depth)

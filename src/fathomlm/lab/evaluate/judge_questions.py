@@ -2,11 +2,6 @@
 
 Answers are kept as JSON lines. A line is written when its answer comes, so that nothing is lost to an interruption. What a
 judge's answer is stored as it is, not as parsed: a later version may parse more.
-
-In the end answers come to mean scores with their errors, and wins that do not depend on the order. The thesis counts every
-order as a vote of its own (2.6.3: 101 against 99 of 200), so a judge that always prefers the first text gives both systems
-half of the votes. Here a system wins a row only where both orders agree, and what followed the place is counted by itself.
-The votes are there too, for comparison.
 """
 
 from __future__ import annotations
@@ -14,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,11 +17,10 @@ from typing import IO, Any, Literal
 
 from fathomlm.errors import DataError, require, writing
 from fathomlm.jsonfile import MAX_LINE, bounded_lines, parse_object
-from fathomlm.lab.evaluate.judge.client import Endpoint, EndpointError, JudgeError, Reply
-from fathomlm.lab.evaluate.judge.outputs import JudgedOutputs
-from fathomlm.lab.evaluate.judge.prompts import HIGHEST, LOWEST, Templates, Verdict, read_scores, read_verdict
+from fathomlm.lab.common import OnProgress, unwatched
+from fathomlm.lab.evaluate.judge_client import Endpoint, EndpointError, JudgeError, Reply
+from fathomlm.lab.evaluate.judge_prompts import JudgedOutputs, Templates
 
-OnProgress = Callable[[int, int], None]
 Kind = Literal["likert", "pairwise"]
 IN_A_ROW = 8
 """Questions that fail one after the other, each after all its tries, before the rest is not asked."""
@@ -139,7 +131,7 @@ def ask_all(
     *,
     concurrency: int = 4,
     again: Callable[[JudgeQuestion, Reply], bool] | None = None,
-    on_done: OnProgress | None = None,
+    on_done: OnProgress = unwatched,
 ) -> Answers:
     """Prompts that are word for word the same are asked once. `again` says which kept answers to ask for anew."""
     require(concurrency >= 1, "--concurrency", ">= 1", concurrency)
@@ -156,7 +148,7 @@ def ask_all(
 
 
 async def _ask_new(
-    new: dict[str, JudgeQuestion], endpoint: Endpoint, answers: AnswerFile, concurrency: int, on_done: OnProgress | None
+    new: dict[str, JudgeQuestion], endpoint: Endpoint, answers: AnswerFile, concurrency: int, on_done: OnProgress
 ) -> dict[str, str]:
     """What failed, and why, by key."""
     waiting = iter(new.items())
@@ -178,8 +170,7 @@ async def _ask_new(
                     message = f"{IN_A_ROW} questions in a row got no answer, so the rest is not asked: {error}"
                     raise JudgeError(message) from error
             done += 1
-            if on_done is not None:
-                on_done(done, len(new))
+            on_done(done, len(new))
 
     try:
         async with endpoint.client() as client, asyncio.TaskGroup() as group:
@@ -193,112 +184,3 @@ async def _ask_new(
 def _about(question: JudgeQuestion, endpoint: Endpoint) -> dict[str, Any]:
     about = {"model": endpoint.model, "kind": question.kind, "row": question.row}
     return about | {"systems": list(question.systems)}
-
-
-_CUT = "length"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerCounts:
-    """How many questions there were and what became of them."""
-
-    questions: int
-    read: int
-    unreadable: int
-    cut: int
-    """Of the unreadable ones, those that ended because no more tokens were allowed."""
-    failed: int
-
-
-def is_unreadable(question: JudgeQuestion, reply: Reply, dimensions: Sequence[str]) -> bool:
-    read = read_scores(reply.text, dimensions) if question.kind == "likert" else read_verdict(reply.text)
-    return read is None
-
-
-def count(answers: Answers, kind: str, dimensions: Sequence[str], system: int | None = None) -> AnswerCounts:
-    """Of one kind of question; of those about one system's texts where one is given."""
-
-    def mine(question: JudgeQuestion) -> bool:
-        return question.kind == kind and (system is None or question.systems == (system,))
-
-    replies = {question: reply for question, reply in answers.replies.items() if mine(question)}
-    bad = [reply for question, reply in replies.items() if is_unreadable(question, reply, dimensions)]
-    failed = sum(mine(question) for question in answers.failed)
-    return AnswerCounts(
-        questions=len(replies) + failed,
-        read=len(replies) - len(bad),
-        unreadable=len(bad),
-        cut=sum(reply.finish == _CUT for reply in bad),
-        failed=failed,
-    )
-
-
-def likert(answers: Answers, systems: Sequence[str], dimensions: Sequence[str]) -> dict[str, Any]:
-    """For each system and dimension the mean, its standard error, and how often each number of points was given."""
-    found = {}
-    for number, name in enumerate(systems):
-        read = [
-            scores
-            for question, reply in answers.replies.items()
-            if question.kind == "likert"
-            and question.systems == (number,)
-            and (scores := read_scores(reply.text, dimensions)) is not None
-        ]
-        found[name] = asdict(count(answers, "likert", dimensions, number)) | {
-            "scores": {dimension: _summary([scores[dimension] for scores in read]) for dimension in dimensions}
-        }
-    return {"dimensions": list(dimensions), "systems": found}
-
-
-def pairwise(answers: Answers, systems: Sequence[str]) -> dict[str, Any]:
-    """Wins, ties and what followed the place. A row counts where both orders could be read."""
-    verdicts: dict[int, dict[tuple[int, ...], Verdict]] = {}
-    for question, reply in answers.replies.items():
-        if question.kind == "pairwise" and (verdict := read_verdict(reply.text)) is not None:
-            verdicts.setdefault(question.row, {})[question.systems] = verdict
-    rows = {question.row for question in (*answers.replies, *answers.failed) if question.kind == "pairwise"}
-    whole = [(each[0, 1], each[1, 0]) for each in verdicts.values() if len(each) == 2]
-    outcomes = Counter(_outcome(*pair) for pair in whole)
-    votes = Counter(system for each in verdicts.values() for order, given in each.items() for system in _voted(order, given))
-    given = Counter(verdict for each in verdicts.values() for verdict in each.values())
-    places = given["first"] + given["second"]
-    return asdict(count(answers, "pairwise", ())) | {
-        "rows": len(rows),
-        "rows_counted": len(whole),
-        "wins": {name: outcomes[number] for number, name in enumerate(systems)},
-        "ties": outcomes[None],
-        "win_rate": {
-            name: (outcomes[number] + outcomes[None] / 2) / len(whole) if whole else None
-            for number, name in enumerate(systems)
-        },
-        "votes": {name: votes[number] for number, name in enumerate(systems)},
-        "position": {
-            "first_chosen": given["first"] / places if places else None,
-            "always_first": sum(pair == ("first", "first") for pair in whole),
-            "always_second": sum(pair == ("second", "second") for pair in whole),
-            "orders_agree": sum(_outcome(*p) is not None or p == ("tie", "tie") for p in whole) / len(whole)
-            if whole
-            else None,
-        },
-    }
-
-
-def _outcome(shown: Verdict, swapped: Verdict) -> int | None:
-    """The winner of a row, by the verdicts in both orders; None for a tie."""
-    if (shown, swapped) == ("first", "second"):
-        return 0
-    return 1 if (shown, swapped) == ("second", "first") else None
-
-
-def _voted(order: Sequence[int], given: Verdict) -> tuple[int, ...]:
-    return () if given == "tie" else (order[0] if given == "first" else order[1],)
-
-
-def _summary(points: Sequence[int]) -> dict[str, Any]:
-    counts = {str(value): sum(each == value for each in points) for value in range(LOWEST, HIGHEST + 1)}
-    if not points:
-        return {"mean": None, "stderr": None, "counts": counts}
-    mean = sum(points) / len(points)
-    spread = sum((each - mean) ** 2 for each in points)
-    error = math.sqrt(spread / (len(points) - 1) / len(points)) if len(points) > 1 else None
-    return {"mean": mean, "stderr": error, "counts": counts}

@@ -6,137 +6,122 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import wrap
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
-from fathomlm.cli.common import SOURCE, JsonOptions
-from fathomlm.cli.first import check_shape
-from fathomlm.engine.options import EngineOptions
+from fathomlm import __version__
+from fathomlm.checkpoints.resolve import decoder_only, parse_device
+from fathomlm.cli.common import memory_errors
+from fathomlm.cli.display import print_table, progress_bar
+from fathomlm.depth import Architecture, DepthPlan, Relaxation
+from fathomlm.depth.presets import PRESETS
+from fathomlm.depth.relaxation import build_relaxation
+from fathomlm.engine.programs.routed import passes_for
 from fathomlm.errors import OptionError, OutputError
-from fathomlm.lab.cli.bench_setup import GpuOptions, PlannedModelOptions
-from fathomlm.lab.cli.eval_common import print_record
-from fathomlm.lab.cli.simulate_sources import SequenceOptions, SimulationSource, read_sequences
-from fathomlm.lab.tables import print_table
-from fathomlm.options import like, option, section
-
-if TYPE_CHECKING:
-    from fathomlm.lab.simulate.costs import Costs
-    from fathomlm.lab.simulate.devices import Device
-    from fathomlm.lab.simulate.policies import Comparison
-    from fathomlm.lab.simulate.simulation import EngineSetup, MemoryFit
-    from fathomlm.lab.simulate.trajectories import Trajectories
+from fathomlm.lab.bench.models import dummy_dtype, planned_shape
+from fathomlm.lab.bench.options import PlannedModelOptions
+from fathomlm.lab.bench.workload import build_workload
+from fathomlm.lab.drawing import LINES, check_matplotlib, figure_over_table, plain_axes, save_figure
+from fathomlm.lab.simulate.collect import ExitRule, collect
+from fathomlm.lab.simulate.costs import Costs, read_costs
+from fathomlm.lab.simulate.devices import Device, LoopDevice
+from fathomlm.lab.simulate.measured import MeasuredShape, measure_loop, measure_plain
+from fathomlm.lab.simulate.options import BATCH, TOKENS, SequenceOptions, SimulateThroughput
+from fathomlm.lab.simulate.policies import Comparison, compare, loop_device, with_lookahead
+from fathomlm.lab.simulate.simulation import CHUNK, EngineSetup, MemoryFit, fit_memory
+from fathomlm.lab.simulate.thesis import PresetTimes, looped_preset, plain_of, preset_costs
+from fathomlm.lab.simulate.trajectories import Trajectories, draw, read_trajectories, write_trajectories
+from fathomlm.lab.token_rows import find, read_rows, row_length
 
 WIDEST = 76
 """Characters of a line of the title."""
 NAMES = {"vanilla": "vanilla", "sequence": "sequence-wise", "depth": "depth-wise"}
-BATCH = 32
 
 
-@dataclass(frozen=True, kw_only=True)
-class CostOptions:
-    """How long forward passes take."""
-
-    preset: str | None = option(
-        None, metavar="NAME", help="the thesis' A100: 40gb/gemma-2b/2, 16gb/pythia-1b/2/64 (table/model/blocks/rank)"
-    )
-    ends: bool = option(False, requires=("preset",), help="--preset: count embedding and head, which the thesis leaves out")
-    costs: Path | None = option(None, metavar="FILE", help="table of milliseconds by batch size (JSON or YAML)")
-    measure: bool = option(False, help="time the engine's own passes of MODEL on this device, with random weights")
-    context: int = option(256, ge=1, help="--measure: tokens that each sequence attends to")
-
-    def __post_init__(self) -> None:
-        if len([name for name in ("preset", "costs", "measure") if getattr(self, name)]) != 1:
-            raise OptionError("give the times of passes with one of --preset NAME, --costs FILE and --measure")
+def run(options: SimulateThroughput) -> int:
+    source = read_sequences(options.sequences, options, options.model)
+    if options.sequences.save is not None:
+        write_trajectories(options.sequences.save, source.trajectories)
+    simulated = _Simulated(options, source)
+    record = simulated.record(simulated.compare())
+    if options.out is not None:
+        record["files"] = write_simulation(options.out, record)
+    return options.answer(record, _show)
 
 
-@dataclass(frozen=True, kw_only=True)
-class BatchingOptions:
-    """The batches, and what fits."""
-
-    batch_size: int | None = like(EngineOptions, "batch_size", None, default_text=f"the preset's largest, or {BATCH}")
-    plain_batch_size: int | None = like(
-        EngineOptions,
-        "batch_size",
-        None,
-        help="batch size of the plain model",
-        default_text="its preset's largest, or as many",
-    )
-    max_sequences: int | None = like(
-        EngineOptions, "max_sequences", default_text="--batch-size; with --measure twice that",
-        help="max concurrent sequences, depth-wise",
-    )  # fmt: skip
-    gpu_memory: int | None = like(GpuOptions, "gpu_memory", help="limit the sequences to those that fit a GPU, such as 16GB")
-    fill: Literal["free", "exact"] = option(
-        "free",
-        help="deeper KV of a token that exits: free, as in the thesis, or exact, as the engine computes it",
-    )  # fmt: skip
-    waiting: Literal["shrink", "pad"] = option(
-        "shrink",
-        help="vanilla: a batch whose sequences end takes the time of those left, as in the thesis, or as before",
-    )  # fmt: skip
+def _show(record: dict[str, Any]) -> None:
+    print_table(table(record), title(record))
+    for note in record["notes"]:
+        print(note)
+    for file in record.get("files", []):
+        print(f"wrote {file}")
 
 
-@dataclass(frozen=True, kw_only=True)
-class SimulateThroughput(PlannedModelOptions, JsonOptions):
-    """Compare vanilla, sequence-wise and depth-wise batching of the same sequences. Requires how deep tokens go
-    (--trajectories, --depths, or --data through MODEL) and how long passes take (--preset, --costs or --measure). All
-    sequences are there from the start. The plain model is the baseline: without and with sequence-wise batching. The last
-    two ways run the engine's scheduler and page pool, with a clock for a device."""
+@dataclass(frozen=True, slots=True)
+class SimulationSource:
+    """The sequences, and the model that they are of, where there is one."""
 
-    model: str | None = option(
-        None, positional=True, first=check_shape,
-        help=f"{SOURCE}: for --data and --measure, and for --gpu-memory without a preset",
-    )  # fmt: skip
-    out: Path | None = option(
-        None, metavar="DIR", help="also write simulation.json, and simulation.png where matplotlib is installed"
-    )
-    sequences: SequenceOptions = section(SequenceOptions, "sequences")
-    costs: CostOptions = section(CostOptions, "times")
-    batching: BatchingOptions = section(BatchingOptions, "batching")
+    trajectories: Trajectories
+    architecture: Architecture | None = None
+    plan: DepthPlan | None = None
+    relaxation: Relaxation | None = None
 
-    def __post_init__(self) -> None:
-        data, costs, batching = self.sequences.data, self.costs, self.batching
-        if costs.measure and self.model is None:
-            raise OptionError("--measure requires a MODEL, such as smollm-135m --dummy --recursions 3")
-        if batching.fill == "exact" and costs.measure:
-            raise OptionError("--fill exact cannot be combined with --measure; `simulate validate` measures exits exactly")
-        if batching.gpu_memory is not None and self.model is None and costs.preset is None:
-            raise OptionError("--gpu-memory requires a MODEL or a --preset, whose weights and KV cache are counted")
-        if data and self.model is None:
-            raise OptionError("--data requires a MODEL")
-        if data and self.dummy:
-            raise OptionError("--data cannot be combined with --dummy: it requires the model's own weights")
-        if self.model is not None and not data and not costs.measure and batching.gpu_memory is None:
-            raise OptionError(
-                "MODEL requires --data, --measure or --gpu-memory; the preset and the table of times need none"
-            )
+    def planned(self, times: PresetTimes | None) -> tuple[Architecture, DepthPlan, Relaxation | None]:
+        """The model that is asked for, or the preset's."""
+        if self.architecture is not None:
+            assert self.plan is not None
+            return self.architecture, self.plan, self.relaxation
+        assert times is not None
+        architecture = PRESETS[times.model].architecture
+        plan = DepthPlan.build("cycle", times.blocks, architecture.layers, "add")
+        return architecture, plan, build_relaxation(architecture.linears(), "lora", times.rank) if times.rank else None
 
-    def run(self) -> int:
-        source = read_sequences(self.sequences, self, self.model)
-        if self.sequences.save is not None:
-            from fathomlm.lab.simulate.trajectories import write_trajectories
+    def shape(self, options: PlannedModelOptions) -> MeasuredShape:
+        device, (architecture, plan, relaxation) = parse_device(options.device), self.planned(None)
+        return MeasuredShape(
+            architecture=architecture, plan=plan, relaxation=relaxation, dtype=dummy_dtype(options, device), device=device
+        )
 
-            write_trajectories(self.sequences.save, source.trajectories)
-        simulated = _Simulated(self, source)
-        record = simulated.record(simulated.compare())
-        if self.out is not None:
-            record["files"] = write_simulation(self.out, record)
-        if self.json:
-            print_record(record)
-            return 0
-        print_table(table(record), title(record))
-        for note in record["notes"]:
-            print(note)
-        for file in record.get("files", []):
-            print(f"wrote {file}")
-        return 0
+
+def read_sequences(wanted: SequenceOptions, options: PlannedModelOptions, model: str | None) -> SimulationSource:
+    options.use_threads()
+    if wanted.data:
+        assert model is not None
+        return _through_model(wanted, options, model)
+    found: tuple[Any, ...] = () if model is None else planned_shape(options, model)
+    deepest = found[1].recursions if found else None
+    if wanted.trajectories is not None:
+        return SimulationSource(read_trajectories(wanted.trajectories, deepest), *found)
+    parts = wanted.depths or (1.0,)
+    if deepest is not None and len(parts) != deepest:
+        raise OptionError(f"--depths has {len(parts)} parts, but the model has {deepest} recursions")
+    return SimulationSource(_drawn(wanted, parts, options.seed), *found)
+
+
+def _drawn(wanted: SequenceOptions, parts: tuple[float, ...], seed: int) -> Trajectories:
+    workload = build_workload(wanted.workload or "thesis", 2, requests=wanted.requests, seed=seed)
+    return draw(((len(request.prompt), request.new) for request in workload.requests), parts, seed)
+
+
+def _through_model(wanted: SequenceOptions, options: PlannedModelOptions, name: str) -> SimulationSource:
+    if options.replanned:
+        raise OptionError("--data runs text through MODEL as it is; make another with `fathomlm convert` first")
+    places = find(wanted.data)
+    model = decoder_only(options.load_source(name), "this command")
+    tokens = row_length(model, wanted.tokens, most=TOKENS)
+    rows = read_rows(places, model, context=tokens, rows=wanted.sequences, column=wanted.column)
+    exit_rule: ExitRule = wanted.depth or ("router" if model.plan.routing is not None else "oracle")
+    with progress_bar("prefill", unit="sequences") as update:
+        found = collect(
+            model, rows.tokens_NT, exit_rule=exit_rule, threshold=wanted.threshold, layers=wanted.exit_layers,
+            prompt=wanted.prompt_tokens, on_rows=update,
+        )  # fmt: skip
+    return SimulationSource(found, model.architecture, model.plan, model.relaxation)
 
 
 class _Simulated:
     """The three simulations that the options ask for."""
 
     def __init__(self, options: SimulateThroughput, source: SimulationSource) -> None:
-        from fathomlm.lab.simulate.presets import looped_preset, plain_of
-
         self.options, self.source = options, source
         self.sequences: Trajectories = source.trajectories
         self.notes: list[str] = []
@@ -166,9 +151,6 @@ class _Simulated:
         return min(known) if known else BATCH
 
     def compare(self) -> Comparison:
-        from fathomlm.cli.progress import progress_bar
-        from fathomlm.lab.simulate.policies import compare
-
         with progress_bar("simulating", unit="tokens") as update:
             return compare(
                 self.sequences, self.costs, plain=self.plain_setting, deep=self.setting, device=self.device,
@@ -176,8 +158,6 @@ class _Simulated:
             )  # fmt: skip
 
     def record(self, comparison: Comparison) -> dict[str, Any]:
-        from fathomlm import __version__
-
         limits = (("the model", self.costs, self.batch_size), ("the plain model", self.plain_costs, self.plain_batch_size))
         for who, costs, rows in limits:
             if costs.largest is not None and rows > costs.largest:
@@ -210,9 +190,6 @@ class _Simulated:
         )
 
     def _read_costs(self) -> tuple[Costs, Costs]:
-        from fathomlm.lab.simulate.costs import read_costs
-        from fathomlm.lab.simulate.presets import preset_costs
-
         if self.times is not None:
             found = preset_costs(self.times, self.options.costs.ends)
             return found, found
@@ -222,11 +199,7 @@ class _Simulated:
         return self._measure()
 
     def _measure(self) -> tuple[Costs, Costs]:
-        from fathomlm.cli.common import memory_errors
-        from fathomlm.cli.progress import progress_bar
-        from fathomlm.lab.simulate.measured import MeasuredShape, measure_loop, measure_plain
-
-        shape = MeasuredShape(**self.source.shape(self.options))
+        shape = self.source.shape(self.options)
         with memory_errors("--batch-size or --context"), progress_bar("measuring", unit="batch sizes") as update:
             plain = measure_plain(shape, _some(self.plain_batch_size), self.options.costs.context, update)
             return measure_loop(shape, _some(self.batch_size), self.options.costs.context, update), plain
@@ -235,8 +208,6 @@ class _Simulated:
         """What fits the memory of the plain model and of this one."""
         if self.options.batching.gpu_memory is None:
             return None
-        from fathomlm.depth import DepthPlan
-        from fathomlm.lab.simulate.simulation import fit_memory
 
         architecture, plan, relaxation = self.source.planned(self.times)
         fields = {"memory": self.options.batching.gpu_memory, "length": self.sequences.longest}
@@ -247,11 +218,6 @@ class _Simulated:
         )
 
     def _settle(self, rooms: tuple[MemoryFit, MemoryFit] | None) -> None:
-        from fathomlm.engine.programs.routed import passes_for
-        from fathomlm.lab.simulate.devices import LoopDevice
-        from fathomlm.lab.simulate.policies import loop_device, with_lookahead
-        from fathomlm.lab.simulate.simulation import EngineSetup
-
         plan = self.source.plan
         own = plan is not None and plan.routing is not None and plan.kv == "cache"
         outer = own and plan is not None and any(step.part != "core" for step in plan)
@@ -274,8 +240,6 @@ class _Simulated:
 
     def _chunk(self) -> int:
         """Prompt tokens prefilled between two decode steps: the engine's limit, but all where prefill takes no time."""
-        from fathomlm.lab.simulate.simulation import CHUNK
-
         free = not self.costs.of_prefill(1) and not self.plain_costs.of_prefill(1)
         return max(CHUNK, sum(one.prompt for one in self.sequences.sequences)) if free else CHUNK
 
@@ -287,7 +251,7 @@ def _some(rows: int) -> list[int]:
 
 def table(record: dict[str, Any]) -> list[list[str]]:
     rows = [["batching", "batch", "tokens/s", "filled", "Delta_V", "Delta_Seq", "time"]]
-    for name, shown in {"vanilla": "vanilla", "sequence": "sequence-wise", "depth": "depth-wise"}.items():
+    for name, shown in NAMES.items():
         found = record[name]
         speed = found["tokens_per_s"]
         stages = ", ".join(f"{stage} {share:.0%}" for stage, share in found["stages"].items())
@@ -307,8 +271,6 @@ def title(record: dict[str, Any]) -> str:
 
 
 def write_simulation(out: Path, record: dict[str, Any]) -> list[str]:
-    from fathomlm.lab.drawing import check_matplotlib
-
     try:
         out.mkdir(parents=True, exist_ok=True)
         (out / "simulation.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
@@ -324,14 +286,9 @@ def write_simulation(out: Path, record: dict[str, Any]) -> list[str]:
 
 def draw_simulation(record: dict[str, Any], out: Path) -> None:
     """Tokens a second of the three ways, with what each bar stands for beside it."""
-    from fathomlm.lab.drawing import LINES, figure_over_table, plain_axes, save_figure
-
     colours = LINES[: len(NAMES)]
-    rows = [["batching", "batch size", "filled", "against vanilla", "against sequence-wise"]]
-    for name, shown in NAMES.items():
-        found = record[name]
-        against = [f"x{found['tokens_per_s'] / record[base]['tokens_per_s']:.2f}" for base in ("vanilla", "sequence")]
-        rows.append([shown, str(found["batch_size"]), f"{found['batch_filled']:.1%}", *against])
+    shown = [[row[0], row[1], row[3], row[4], row[5]] for row in table(record)[1:]]
+    rows = [["batching", "batch size", "filled", "against vanilla", "against sequence-wise"], *shown]
     figure, grid = figure_over_table(8.4, [4.0], rows, colours)
     axes = figure.add_subplot(grid[0])
     speeds = [record[name]["tokens_per_s"] for name in NAMES]

@@ -1,0 +1,158 @@
+"""`fathomlm study show | run | status | report`: studies, their runs and their ledger."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from fathomlm.cli.display import TrainingBar, log, print_table
+from fathomlm.errors import DataError, OptionError
+from fathomlm.lab.common import optional
+from fathomlm.lab.study.jobs import Place, jobs_of, started
+from fathomlm.lab.study.ledger import Ledger
+from fathomlm.lab.study.options import (
+    WORK,
+    Report,
+    RunStudy,
+    ShowStudy,
+    StudyStatus,
+)
+from fathomlm.lab.study.queue import Claims, Pace, Visit, select, work_off
+from fathomlm.lab.study.report import results_of, write_report
+from fathomlm.lab.study.spec import read_studies
+from fathomlm.lab.study.training import TrainingExecutor, commit_of_checkout
+from fathomlm.sizes import amount
+from fathomlm.train.data.corpus import Corpus
+
+
+def run_show(options: ShowStudy) -> int:
+    study = read_studies([options.name])[0]
+    known = {record["fingerprint"]: record for record in Ledger(options.ledger).all()}
+    rows = []
+    for job in jobs_of(study, open_place(options.corpus)):
+        record = known.get(job.fingerprint)
+        rows.append(
+            {
+                "run": job.run.key,
+                "tokens": job.tokens,
+                "flops": job.flops,
+                "passes": round(job.passes, 3) if options.corpus is not None else None,
+                "state": record["status"] if record is not None else "beyond the corpus" if job.beyond else "left",
+                "loss": None if record is None else record.get("loss"),
+            }
+        )
+
+    def show(record: dict[str, Any]) -> None:
+        print(f"{study.name}: {study.title}")
+        print(f"answers {', '.join(study.thesis) or 'a question of ours'}; compared with {study.baseline}\n")
+        print_table(
+            [
+                ["run", "tokens", "forward FLOPs", "passes", "state", "loss"],
+                *(
+                    [r["run"], amount(r["tokens"]), f"{r['flops']:.3g}", optional(r["passes"], ".2f"), r["state"],
+                     optional(r["loss"], ".4f")]
+                    for r in record["runs"]
+                ),
+            ]
+        )  # fmt: skip
+        left = [row["tokens"] for row in record["runs"] if row["state"] == "left"]
+        many = len(record["runs"])
+        print(f"\n{many - len(left)} of {many} runs are done; the others have {amount(sum(left))} tokens")
+        for claim in study.claims:
+            print(f"claim ({claim.thesis}): {claim.text}")
+
+    record = {"study": study.name, "title": study.title, "seeds": list(study.seeds), "runs": rows}
+    return options.answer(record, show)
+
+
+def run_status(options: StudyStatus) -> int:
+    studies = read_studies(options.names)
+    ledger, place = Ledger(options.ledger), open_place(None)
+    known = {record["fingerprint"]: record["status"] for record in ledger.all()}
+    rows = []
+    for study in studies:
+        states = [known.get(job.fingerprint, "left") for job in jobs_of(study, place)]
+        counts = {state: states.count(state) for state in ("finished", "failed", "left")}
+        rows.append({"study": study.name, "runs": len(states), **counts})
+    distinct = sum(status == "finished" for status in known.values())
+
+    def show(record: dict[str, Any]) -> None:
+        header = ["study", "runs", "finished", "failed", "left"]
+        print_table([header, *([str(row[key]) for key in header] for row in rows)])
+        print(f"\n{distinct} distinct finished runs in {options.ledger}")
+
+    record = {"studies": rows, "distinct_finished_runs": distinct, "ledger": str(options.ledger)}
+    return options.answer(record, show)
+
+
+def run_report(options: Report) -> int:
+    studies = [study for study in read_studies(options.names) if options.names or not study.example]
+    results = results_of(studies, Ledger(options.ledger))
+    written = write_report(results, options.out)
+    verdicts = [
+        {
+            "study": each.study.name,
+            "claim": judged.claim.text,
+            "budget": judged.budget,
+            "difference": f"{judged.one} - {judged.other}",
+            **{name: None if judged.found is None else getattr(judged.found, name) for name in ("mean", "low", "high")},
+            "verdict": judged.verdict,
+        }
+        for each in results
+        for judged in each.judged
+    ]
+    record = {"written": [str(path) for path in written], "verdicts": verdicts}
+    return options.answer(record, lambda record: print("\n".join(record["written"])))
+
+
+def run_queue(options: RunStudy) -> int:
+    studies = read_studies(options.names)
+    if len({study.name for study in studies}) < len(studies):
+        raise OptionError("two of these studies have the same name; one ledger file cannot hold both")
+    place = open_place(options.corpus, options.work, options.device)
+    visit = Visit(None if options.minutes is None else 60 * options.minutes)
+    ledger = Ledger(options.ledger)
+    ledger.check_corpus(place.corpus_checksum, str(options.corpus), [study.name for study in studies])
+    jobs = select(studies, options.only, lambda study: jobs_of(study, place))
+    for job in jobs:
+        started(job.shaped.recipe, place)  # refuses a model to start from that is not there
+    claims = Claims(options.work)
+    with closing(claims), TrainingBar("study") as bar:
+        executor = TrainingExecutor(
+            studies, place, commit=options.commit or commit_of_checkout(), keep=options.keep, tasks=options.tasks,
+            processes=claims.processes, watch=lambda job: bar,
+        )  # fmt: skip
+        pace = Pace(ledger.all(), executor.device, claims.processes())
+        outcome = work_off(
+            jobs, ledger, executor, visit, pace, claims=claims, split=options.split, retry=options.retry_failed, log=log
+        )
+    options.answer(outcome.to_dict() | {"ledger": str(options.ledger)}, _show)
+    return 2 if outcome.interrupted else 0
+
+
+def open_place(corpus: Path | None, work: Path = WORK, device: str = "auto") -> Place:
+    """Where runs are made, or only looked at."""
+    if corpus is not None and not (corpus / "corpus.json").is_file():
+        raise DataError(f"there is no prepared corpus at {corpus}; make it with `fathomlm data prepare` (see docs/study.md)")
+    return Place(None if corpus is None else Corpus.open(corpus), work, device)
+
+
+def _show(found: dict[str, Any]) -> None:
+    words = {
+        "finished": "finished",
+        "shared": "taken from another study with the same settings",
+        "failed": "failed",
+        "stopped": "stopped and saved",
+        "elsewhere": "being made by another process",
+        "postponed": "left for another visit",
+        "beyond": "refused: more passes over the corpus than the study allows",
+    }
+    for name, meaning in words.items():
+        if found[name]:
+            print(f"{len(found[name])} {meaning}: {', '.join(found[name])}")
+    if not any(found[name] for name in words):
+        print("nothing is left to do")
+    if found["interrupted"]:
+        print("fathomlm: interrupted; the same command goes on", file=sys.stderr)
