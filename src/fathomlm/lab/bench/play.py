@@ -22,7 +22,7 @@ from fathomlm.engine.programs.exits import ExitProgram
 from fathomlm.engine.programs.whole import WholeProgram
 from fathomlm.engine.request import Event, Finished, FinishReason, Request, Result
 from fathomlm.lab.bench.floor import finish
-from fathomlm.lab.bench.timed import TimedEngine
+from fathomlm.lab.bench.timed import TimedEngine, wrap
 from fathomlm.lab.bench.workload import Workload, WorkloadRequest
 from fathomlm.lab.common import OnProgress, unwatched
 from fathomlm.model.seq2seq import FathomModel
@@ -169,12 +169,15 @@ class PassCounts:
 
     def __init__(self, engine: Engine) -> None:
         self.counts: Counter[str] = Counter()
-        self._program, self._launch = engine.runner.program, engine.runner.launch
-        engine.runner.launch = self._counted  # type: ignore[method-assign]
+        self._program = engine.runner.program
+        wrap(engine.runner, launch=self._counted)
 
-    def _counted(self, drafts: bool = True, sequences: int | None = None, only: tuple[str, int] | None = None) -> int:
+    def _counted(
+        self, launch: Callable[..., int], drafts: bool = True, sequences: int | None = None,
+        only: tuple[str, int] | None = None,
+    ) -> int:  # fmt: skip
         self.counts.update(self._names(drafts, only))
-        return self._launch(drafts, sequences, only)
+        return launch(drafts, sequences, only)
 
     def _names(self, drafts: bool, only: tuple[str, int] | None) -> Sequence[str]:
         program = self._program

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal, get_args
 
 from torch import Tensor
@@ -69,18 +70,20 @@ class StageClock:
         self._since = at
 
 
+def wrap(holder: object, **around: Callable[..., Any]) -> None:
+    """Put functions around methods of one object; each is called with the method and its arguments."""
+    for name, function in around.items():
+        vars(holder)[name] = partial(function, getattr(holder, name))
+
+
 def clock_methods(clock: StageClock, holder: object, **stages: str | Callable[..., str]) -> None:
     """Put a clock around methods of one object; a stage may follow from a method's arguments."""
-    for name, stage in stages.items():
-        vars(holder)[name] = _clocked(clock, getattr(holder, name), stage)
 
-
-def _clocked(clock: StageClock, method: Callable[..., Any], stage: str | Callable[..., str]) -> Callable[..., Any]:
-    def timed(*arguments: Any, **named: Any) -> Any:
+    def timed(stage: str | Callable[..., str], method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         with clock(stage if isinstance(stage, str) else stage(*arguments, **named)):
             return method(*arguments, **named)
 
-    return timed
+    wrap(holder, **{name: partial(timed, stage) for name, stage in stages.items()})
 
 
 class BatchFill:
@@ -157,33 +160,26 @@ class TimedEngine(Engine):
         self.clock, self.stages, self.passes = clock, StageClock(clock, STAGES), BatchFill(self.runner)
         self.most_pages = [0] * len(self.scheduler.page_manager.pools)
         """By pool, what sequences held at a time."""
-        runner, scheduler = self.runner, self.scheduler
         clock_methods(self.stages, self, _collect="collecting")
-        clock_methods(self.stages, scheduler, schedule="scheduling")
+        clock_methods(self.stages, self.scheduler, schedule="scheduling")
         clock_methods(
-            self.stages, runner,
+            self.stages, self.runner,
             apply="applying", prefill="prefill", launch="launching", outcome="waiting", collect="waiting",
         )  # fmt: skip
-        vars(runner)["collect"] = self._counted(runner.collect)
-        vars(scheduler)["schedule"] = self._watched(scheduler.schedule)
+        wrap(self.runner, collect=self._count)
+        wrap(self.scheduler, schedule=self._watch)
 
-    def _counted(self, collect: Callable[[Sequence[int]], list[StepOutput]]) -> Callable[..., list[StepOutput]]:
-        def counted(numbers: Sequence[int]) -> list[StepOutput]:
-            found = collect(numbers)
-            for output in found:
-                self.passes.add(output.ints_NC)
-            return found
+    def _count(self, collect: Callable[..., list[StepOutput]], numbers: Sequence[int]) -> list[StepOutput]:
+        found = collect(numbers)
+        for output in found:
+            self.passes.add(output.ints_NC)
+        return found
 
-        return counted
-
-    def _watched(self, schedule: Callable[[], SchedulerOutput]) -> Callable[[], SchedulerOutput]:
-        def watched() -> SchedulerOutput:
-            plan = schedule()
-            held = (pool.used - pool.spare for pool in self.scheduler.page_manager.pools)
-            self.most_pages = [max(pair) for pair in zip(self.most_pages, held, strict=True)]
-            return plan
-
-        return watched
+    def _watch(self, schedule: Callable[[], SchedulerOutput]) -> SchedulerOutput:
+        plan = schedule()
+        held = (pool.used - pool.spare for pool in self.scheduler.page_manager.pools)
+        self.most_pages = [max(pair) for pair in zip(self.most_pages, held, strict=True)]
+        return plan
 
     @property
     def most_kv_bytes(self) -> int:

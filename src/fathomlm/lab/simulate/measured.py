@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from statistics import fmean, median
 from typing import Any
 
@@ -28,12 +29,12 @@ from fathomlm.engine.programs.exits import ExitProgram
 from fathomlm.engine.programs.routed import RoutedProgram
 from fathomlm.engine.request import Request
 from fathomlm.engine.runner import ample_memory
-from fathomlm.engine.schedule import PrefillChunk, SchedulerOutput
+from fathomlm.engine.schedule import SchedulerOutput
 from fathomlm.errors import OptionError
 from fathomlm.lab.bench.floor import finish
 from fathomlm.lab.bench.models import random_model, with_context
 from fathomlm.lab.bench.play import play, warm_up
-from fathomlm.lab.bench.timed import Stage, TimedEngine
+from fathomlm.lab.bench.timed import Stage, TimedEngine, wrap
 from fathomlm.lab.bench.workload import Workload, WorkloadRequest
 from fathomlm.lab.common import OnProgress, unwatched
 from fathomlm.lab.simulate.costs import Costs, HostTimes, TimeCurve
@@ -48,21 +49,76 @@ SPARE = 4 * DECODE_STEPS
 """Tokens of a sequence beyond its context, for decode steps that are replayed."""
 
 
-@dataclass(slots=True)
 class _Watch:
-    """What was seen of an engine at work, in seconds."""
+    """Sees an engine at work, in seconds. `seen`: passes are run one by one, and each is timed."""
 
-    passes: dict[str, list[float]] = field(default_factory=dict)
-    chunks: list[tuple[int, float]] = field(default_factory=list)
-    """Tokens, and how long they took."""
-    steps: list[tuple[float, int, int]] = field(default_factory=list)
-    """The host's part, tokens collected, sequences placed."""
-    submits: list[float] = field(default_factory=list)
-    inside: float = 0.0
-    """Of the step under way, what is not the host's."""
-    placed: int = 0
-    runs: int = 0
-    """Of layers."""
+    def __init__(self, engine: TimedEngine, seen: bool) -> None:
+        self.engine, self.clock, self.seen = engine, engine.clock, seen
+        self.passes: dict[str, list[float]] = {}
+        self.chunks: list[tuple[int, float]] = []
+        """Tokens, and how long they took."""
+        self.steps: list[tuple[float, int, int]] = []
+        """The host's part, tokens collected, sequences placed."""
+        self.submits: list[float] = []
+        self.inside, self.placed = 0.0, 0
+        """Of the step under way, what is not the host's, and the sequences that it placed."""
+        self.runs = 0
+        """Of layers."""
+        # The device's part of a step: what the host waits for, or on a CPU what it does itself when it starts a decode step.
+        self.part: Stage = "waiting" if engine.runner.device.type == "cuda" else "launching"
+
+    def methods(self) -> list[tuple[Any, dict[str, Callable[..., Any]]]]:
+        """What is put around which methods."""
+        runner = self.engine.runner
+        found: list[tuple[Any, dict[str, Callable[..., Any]]]] = [
+            (self.engine, {"step": self.step, "submit": self.submit}),
+            (runner, {"prefill": self.prefill, "apply": self.apply}),
+        ]
+        if not self.seen:
+            return found
+        names = {"core": "core", "turn_over": "turn"} if isinstance(runner.program, RoutedProgram) else {}
+        names = {"_pass": ""} if isinstance(runner.program, ExitProgram) else names or {"decode_step": "step"}
+        passes: dict[str, Callable[..., Any]] = {name: partial(self.one_pass, kind) for name, kind in names.items()}
+        return [*found, (runner.layers, {"run": self.run}), (runner.program, passes)]
+
+    def step(self, inner: Callable[[], None]) -> None:
+        engine, seconds = self.engine, self.engine.stages.seconds
+        self.inside, self.placed = 0.0, 0
+        tokens, before, begun = engine.totals.tokens, seconds[self.part], self.clock()
+        inner()
+        took = self.clock() - begun - self.inside - (0.0 if self.seen else seconds[self.part] - before)
+        self.steps.append((took, engine.totals.tokens - tokens, self.placed))
+
+    def submit(self, inner: Callable[..., None], *arguments: Any) -> None:
+        begun = self.clock()
+        inner(*arguments)
+        self.submits.append(self.clock() - begun)
+
+    def apply(self, inner: Callable[..., None], scheduled: SchedulerOutput) -> None:
+        self.placed += len(scheduled.placements)
+        inner(scheduled)
+
+    def prefill(self, inner: Callable[..., Any], chunks: Any, prompts: Sequence[Sequence[int]], *more: Any) -> Any:
+        waiting = self.clock()
+        finish(self.engine.runner.device)
+        begun = self.clock()
+        found = inner(chunks, prompts, *more)
+        finish(self.engine.runner.device)
+        self.chunks.append((sum(map(len, prompts)), self.clock() - begun))
+        self.inside += self.clock() - waiting
+        return found
+
+    def run(self, inner: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        self.runs += 1
+        return inner(*arguments, **named)
+
+    def one_pass(self, kind: str, inner: Callable[..., None], *arguments: Any) -> None:
+        before, begun = self.runs, self.clock()
+        inner(*arguments)
+        took = self.clock() - begun
+        if self.runs > before:  # else nobody had to run, and the pass was left out
+            self.passes.setdefault(kind or arguments[0], []).append(took)
+            self.inside += took
 
 
 def calibrate(engine: TimedEngine, workload: Workload, captured: bool | None = None) -> Costs:
@@ -145,111 +201,19 @@ def _middle(workload: Workload) -> int:
 
 @contextmanager
 def _watched(engine: TimedEngine, seen: bool) -> Iterator[_Watch]:
-    """Put clocks around an engine's work for a while. `seen`: passes are run one by one, and each is timed."""
-    watch = _Watch()
-    holders: list[tuple[Any, str, Callable[..., Any]]] = [
-        (engine, "step", _step(engine, watch, seen)),
-        (engine, "submit", _submit(engine, watch)),
-        (engine.runner, "prefill", _prefill(engine, watch)),
-        (engine.runner, "apply", _apply(engine, watch)),
-    ]
-    if seen:
-        program = engine.runner.program
-        names = {"core": "core", "turn_over": "turn"} if isinstance(program, RoutedProgram) else {}
-        names = {"_pass": ""} if isinstance(program, ExitProgram) else names or {"decode_step": "step"}
-        holders.append((engine.runner.layers, "run", _run(engine, watch)))
-        holders += [(program, name, _pass(engine, watch, name, kind)) for name, kind in names.items()]
-    before = [(holder, name, vars(holder).get(name)) for holder, name, _ in holders]
-    for holder, name, wrapped in holders:
-        vars(holder)[name] = wrapped
+    """Put clocks around an engine's work for a while."""
+    watch = _Watch(engine, seen)
+    methods = watch.methods()
+    before = [dict(vars(holder)) for holder, _ in methods]
+    for holder, around in methods:
+        wrap(holder, **around)
     try:
         yield watch
     finally:
-        for holder, name, own in before:
-            if own is None:
+        for (holder, around), own in zip(methods, before, strict=True):
+            for name in around:
                 del vars(holder)[name]
-            else:
-                vars(holder)[name] = own
-
-
-def _pass(engine: TimedEngine, watch: _Watch, name: str, kind: str) -> Callable[..., None]:
-    inner = getattr(engine.runner.program, name)
-
-    def timed(*arguments: Any) -> None:
-        before, begun = watch.runs, engine.clock()
-        inner(*arguments)
-        took = engine.clock() - begun
-        if watch.runs > before:  # else nobody had to run, and the pass was left out
-            watch.passes.setdefault(kind or arguments[0], []).append(took)
-            watch.inside += took
-
-    return timed
-
-
-def _run(engine: TimedEngine, watch: _Watch) -> Callable[..., Any]:
-    inner = engine.runner.layers.run
-
-    def counted(*arguments: Any, **named: Any) -> Any:
-        watch.runs += 1
-        return inner(*arguments, **named)
-
-    return counted
-
-
-def _prefill(engine: TimedEngine, watch: _Watch) -> Callable[..., list[tuple[int, ...]]]:
-    runner = engine.runner
-    inner = runner.prefill
-
-    def timed(chunks: Sequence[PrefillChunk], prompts: Sequence[Sequence[int]], *more: Any) -> list[tuple[int, ...]]:
-        waiting = engine.clock()
-        finish(runner.device)
-        begun = engine.clock()
-        found = inner(chunks, prompts, *more)
-        finish(runner.device)
-        ended = engine.clock()
-        watch.chunks.append((sum(map(len, prompts)), ended - begun))
-        watch.inside += ended - waiting
-        return found
-
-    return timed
-
-
-def _apply(engine: TimedEngine, watch: _Watch) -> Callable[..., None]:
-    inner = engine.runner.apply
-
-    def counted(scheduled: SchedulerOutput) -> None:
-        watch.placed += len(scheduled.placements)
-        inner(scheduled)
-
-    return counted
-
-
-def _submit(engine: TimedEngine, watch: _Watch) -> Callable[..., None]:
-    inner = engine.submit
-
-    def timed(*arguments: Any) -> None:
-        begun = engine.clock()
-        inner(*arguments)
-        watch.submits.append(engine.clock() - begun)
-
-    return timed
-
-
-def _step(engine: TimedEngine, watch: _Watch, seen: bool) -> Callable[[], None]:
-    inner, seconds = engine.step, engine.stages.seconds
-    # The device's part of a step: what the host waits for, or on a CPU what it does itself when it starts a decode step.
-    part: Stage = "waiting" if engine.runner.device.type == "cuda" else "launching"
-
-    def timed() -> None:
-        watch.inside, watch.placed = 0.0, 0
-        tokens, before = engine.totals.tokens, seconds[part]
-        begun = engine.clock()
-        inner()
-        took = engine.clock() - begun - watch.inside
-        took -= 0.0 if seen else seconds[part] - before
-        watch.steps.append((took, engine.totals.tokens - tokens, watch.placed))
-
-    return timed
+            vars(holder).update({name: own[name] for name in around if name in own})
 
 
 def _fit(known: Sequence[Sequence[float]], wanted: Sequence[float]) -> list[float]:
