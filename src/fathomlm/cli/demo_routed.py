@@ -210,7 +210,8 @@ def _mean(numbers: Sequence[float]) -> float:
 
 
 def show(figures: DemoFigures, console: Console) -> None:
-    styles = _styles(figures.recursions) if _has_colours(console) else None
+    colourful = console.is_terminal and not console.no_color and console.color_system is not None
+    styles = [f"{ink(colour)} on {colour}" for colour in depth_colours(figures.recursions)] if colourful else None
     size = f"{amount(figures.parameters)} parameters, {amount(figures.disk_bytes, 'B')} on disk"
     _print(console, Text(f"{figures.model}: {figures.plan}, {size}"))
     _print(console, _legend(figures, styles))
@@ -254,17 +255,9 @@ def _next_commands(model: str) -> str:
     )
 
 
-def _has_colours(console: Console) -> bool:
-    return console.is_terminal and not console.no_color and console.color_system is not None
-
-
 def _print(console: Console, text: Text) -> None:
     """Lines are broken for a terminal only; a pipe gets them whole."""
     console.print(text, soft_wrap=not console.is_terminal, highlight=False)
-
-
-def _styles(recursions: int) -> list[str]:
-    return [f"{ink(colour)} on {colour}" for colour in depth_colours(recursions)]
 
 
 def _legend(figures: DemoFigures, styles: Sequence[str] | None) -> Text:
@@ -284,12 +277,8 @@ def _coloured(completion: DemoCompletion, styles: Sequence[str] | None) -> Text:
             text.append(seen, style=styles[depth])
             continue
         body = seen.removesuffix("\n")
-        text.append(body + _raised(depth) + seen[len(body) :])
+        text.append(body + "".join(RAISED[int(digit)] for digit in str(depth)) + seen[len(body) :])
     return text
-
-
-def _raised(depth: int) -> str:
-    return "".join(RAISED[int(digit)] for digit in str(depth))
 
 
 def _table(figures: DemoFigures, styles: Sequence[str] | None) -> Table:

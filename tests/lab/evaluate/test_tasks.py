@@ -12,7 +12,7 @@ import pytest
 
 from fathomlm.errors import DataError, OptionError
 from fathomlm.jsonfile import Fields
-from fathomlm.lab.evaluate.likelihood import FORMS, Question, answer, build_items, count, read_task, recognise, samples
+from fathomlm.lab.evaluate.likelihood import FORMS, Question, answer, count, read_task, recognise, samples
 from fathomlm.lab.evaluate.outputs import FULL, Output
 from fathomlm.lab.evaluate.scoring import Score, Scorer, TextEncoder
 from fathomlm.lab.evaluate.tasks import GROUPS, TASKS, check_folder, find_file, gather, members, shots_file
@@ -46,7 +46,7 @@ PROMPTS: dict[str, tuple[tuple[str, str], ...]] = {
 
 def item_of(record: Record, *, bare: bool = False) -> Question:
     row = Fields(record, "here line 1", error=DataError)
-    return build_items([row], recognise(row), bare=bare)[0]
+    return recognise(row).build(row, bare)
 
 
 def write(path: Path, rows: list[Record]) -> Path:
@@ -139,7 +139,7 @@ def test_a_task_is_its_rows_scored_one_by_one(name: str, tmp_path: Path) -> None
     for output, answered in zip(outputs, found, strict=True):
         slow = [
             [slow_score(model, output, pair) for pair in encoder.pairs(item.behind(""))]
-            for item in build_items([Fields(each, "", error=DataError) for each in rows], FORMS[name])
+            for item in (FORMS[name].build(Fields(each, "", error=DataError), False) for each in rows)
         ]
         for mine, theirs in zip(answered.scores, slow, strict=True):
             assert [s.log_likelihood for s in mine] == pytest.approx([s.log_likelihood for s in theirs], abs=1e-4)

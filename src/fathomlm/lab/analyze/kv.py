@@ -363,15 +363,11 @@ def _mark_steps(axes: Any, states: StateMaps, numbers: KVNumbers, both: bool) ->
     if both:
         axes.set_xticks(places, names, fontsize=8, rotation=90 if count > TICKS else 0)
         axes.set_xlabel(unit)
-    for border in _lines(numbers.borders, states):
+    last = [count - 1] if states.steps[-1].name == "norm" else []  # before the final norm's row
+    for border in (*numbers.borders, *last):
         axes.axhline(border - 0.5, color="white", linewidth=1.2)
         if both:
             axes.axvline(border - 0.5, color="white", linewidth=1.2)
-
-
-def _lines(borders: Sequence[int], states: StateMaps) -> list[int]:
-    """The recursions' borders, and the one before the final norm's row."""
-    return [*borders, *([len(states.steps) - 1] if states.steps[-1].name == "norm" else [])]
 
 
 def _filled(grid: Grid) -> list[list[float]]:

@@ -183,7 +183,7 @@ def read_outputs(
         raise OptionError(f"one or two files can be judged, got {len(paths)}")
     files = [read_rows(path, limit) for path in paths]
     fields = [_fields(rows[0], source, outputs, alone=len(paths) == 1) for rows in files]
-    columns = [_column(rows, name) for rows, (_, texts) in zip(files, fields, strict=True) for name in texts]
+    columns = [[row.text(name) for row in rows] for rows, (_, texts) in zip(files, fields, strict=True) for name in texts]
     sources = [[_source(row, where) for row in rows] for rows, (where, _) in zip(files, fields, strict=True)]
     if len(paths) == 2:
         _check_alike(paths, sources)
@@ -221,10 +221,6 @@ def _source(row: Fields, name: str) -> str:
     if not text.strip():
         raise DataError(f"{row.where}: '{name}' is empty, so there is nothing to judge a text by")
     return text
-
-
-def _column(rows: Sequence[Fields], name: str) -> list[str]:
-    return [row.text(name) for row in rows]
 
 
 def _check_alike(paths: Sequence[Path], sources: Sequence[Sequence[str]]) -> None:

@@ -157,9 +157,6 @@ def _score(score: dict[str, Any]) -> str:
     return f"{score['mean']:.2f}" + ("" if score["stderr"] is None else f" ± {score['stderr']:.2f}")
 
 
-_CUT = "length"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerCounts:
     """How many questions there were and what became of them."""
@@ -190,7 +187,7 @@ def count(answers: Answers, kind: str, dimensions: Sequence[str], system: int | 
         questions=len(replies) + failed,
         read=len(replies) - len(bad),
         unreadable=len(bad),
-        cut=sum(reply.finish == _CUT for reply in bad),
+        cut=sum(reply.finish == "length" for reply in bad),
         failed=failed,
     )
 

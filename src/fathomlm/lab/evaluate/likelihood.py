@@ -6,7 +6,7 @@ The form of a file is known by its fields. Prompts are those of lm-evaluation-ha
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -77,31 +77,22 @@ def _options(row: Fields, bare: bool) -> Question:
     )
 
 
-def _passage(row: Fields, bare: bool) -> Question:
-    return _chosen(row, f"{row.text('passage').strip()}\n{_question(row, bare)}")
-
-
 def _subject(row: Fields, bare: bool) -> Question:
     subject = row.text("subject").replace("_", " ")
     preamble = f"The following are questions (with answers) about {subject}.\n\n"
     return _chosen(row, _question(row, bare), preamble, subject)
 
 
-def _plain_question(row: Fields, bare: bool) -> Question:
-    return _chosen(row, _question(row, bare))
-
-
-def _continuation(row: Fields, bare: bool) -> Question:
-    return _chosen(row, row.text("context"))
-
-
 FORMS: dict[str, TaskForm] = {
     "word": TaskForm(("context", "target"), _word, word=True),
     "context options": TaskForm(("context_options", "continuation", "gold"), _options, same=True),
-    "passage": TaskForm(("passage", "question", "choices", "gold"), _passage),
+    "passage": TaskForm(
+        ("passage", "question", "choices", "gold"),
+        lambda row, bare: _chosen(row, f"{row.text('passage').strip()}\n{_question(row, bare)}"),
+    ),
     "subject": TaskForm(("subject", "question", "choices", "gold"), _subject),
-    "question": TaskForm(("question", "choices", "gold"), _plain_question),
-    "continuation": TaskForm(("context", "choices", "gold"), _continuation),
+    "question": TaskForm(("question", "choices", "gold"), lambda row, bare: _chosen(row, _question(row, bare))),
+    "continuation": TaskForm(("context", "choices", "gold"), lambda row, bare: _chosen(row, row.text("context"))),
 }
 """In the order in which they are tried."""
 
@@ -116,10 +107,6 @@ def recognise(row: Fields) -> TaskForm:
         f"{row.where}: no task has the fields {', '.join(row) or '(none)'}; known forms: {forms}. Generation tasks are "
         "for `fathomlm eval generate`, plain text for `fathomlm eval ppl`"
     )
-
-
-def build_items(rows: Iterable[Fields], form: TaskForm, *, bare: bool = False) -> list[Question]:
-    return [form.build(row, bare) for row in rows]
 
 
 def _question(row: Fields, bare: bool) -> str:
@@ -222,8 +209,8 @@ def read_task(path: Path, *, name: str, shots: int = 0, limit: int | None = None
     source = shots_file(path) if shots else None
     rows = read_rows(path, limit if source is not None or not shots else None)
     form = recognise(rows[0])
-    items = build_items(rows, form, bare=bare)
-    pool = None if source is None else build_items(read_rows(source), form, bare=bare)
+    items = [form.build(row, bare) for row in rows]
+    pool = None if source is None else [form.build(row, bare) for row in read_rows(source)]
     examples = worked_examples(items, pool, shots)
     return LocalTask(
         name=name,

@@ -126,11 +126,8 @@ def read_samples(path: Path, form: PromptForm, *, limit: int | None = None, alon
     rows = read_rows(path, limit if other is not None or not form.shots else None)
     samples = [_sample(row, template, form) for row in rows]
     pool = None if other is None else [_sample(row, template, form) for row in read_rows(other)]
-    return _behind(samples, worked_examples(samples, pool, form.shots))[:limit]
-
-
-def _behind(samples: Sequence[Sample], examples: Sequence[str]) -> list[Sample]:
-    return [dataclasses.replace(sample, prompt=text + sample.prompt) for sample, text in zip(samples, examples, strict=True)]
+    pairs = zip(samples, worked_examples(samples, pool, form.shots), strict=True)
+    return [dataclasses.replace(sample, prompt=text + sample.prompt) for sample, text in pairs][:limit]
 
 
 def _sample(row: Fields, template: str, form: PromptForm) -> Sample:

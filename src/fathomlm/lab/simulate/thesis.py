@@ -244,7 +244,7 @@ def fit_mean(printed: float, sequences: int) -> float:
     low, high = 0.02, 0.999
     for _ in range(12):
         mean = (low + high) / 2
-        found = run_vanilla(_plain(lengths(mean, sequences)), _costs(times), times.batch).tokens_per_s
+        found = run_vanilla(_plain(lengths(mean, sequences)), preset_costs(times), times.batch).tokens_per_s
         low, high = (mean, high) if found < printed else (low, mean)
     return (low + high) / 2
 
@@ -268,7 +268,7 @@ def thesis_table(table: Table, sequences: int = 5000, on_row: OnProgress = unwat
 
 def _baseline(table: Table, model: str, sets: dict[str, tuple[int, ...]]) -> Baseline:
     times = find_times(f"{table}/{model}")
-    costs, setting = _costs(times), EngineSetup(max_sequences=times.batch)
+    costs, setting = preset_costs(times), EngineSetup(max_sequences=times.batch)
     rows = {row.batching: row for row in all_printed(table) if row.model == model and row.blocks == 1}
     return Baseline(
         model=model,
@@ -324,10 +324,6 @@ def _throughput(times: PresetTimes, found: Iterable[int], depth: float) -> float
 @lru_cache(maxsize=8)
 def _plain(found: tuple[int, ...]) -> Trajectories:
     return draw(((1, length) for length in found), (1.0,))
-
-
-def _costs(times: PresetTimes) -> Costs:
-    return preset_costs(times)
 
 
 def run(options: Thesis) -> int:

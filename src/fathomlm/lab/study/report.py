@@ -152,7 +152,7 @@ def main_table(results: Results) -> Rows:
                 row.budget.name,
                 tokens(row.job.tokens),
                 optional(loss, ".4f"),
-                _against(row),
+                "baseline" if row.is_baseline else gap(row.against),
                 ", ".join(str(seed) for seed in sorted(row.records)) or "-",
                 optional(rate, ",.0f"),
             ]
@@ -258,10 +258,6 @@ def gap(found: Difference | None) -> str:
 
 def tokens(number: float) -> str:
     return f"{number / 1e9:.2f}B" if number >= 1e9 else f"{number / 1e6:.0f}M" if number >= 1e6 else f"{number:,.0f}"
-
-
-def _against(row: Row) -> str:
-    return "baseline" if row.is_baseline else gap(row.against)
 
 
 def draw(results: Results, out: Path) -> None:
