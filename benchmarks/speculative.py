@@ -12,12 +12,16 @@
                  exit add is scaled down, so that exit and full model often agree
 
 Every request is decoded greedily, and its tokens are compared with those at full depth in the same run. The engine drafts
-where it has measured that drafting pays (`always_draft` is off): speed is against full depth, the median of rounds in turn.
+where it has measured that drafting pays (`always_draft` is off): speed is against full depth, the median of rounds in turn,
+behind a few rounds in which kernels are compiled and the engine finds out.
+
+Several processes with a part each and the same `--lock FILE` compile at the same time and measure one after the other.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import statistics
 import time
@@ -25,7 +29,7 @@ import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -42,6 +46,7 @@ from fathomlm.model.encoder import encoder_record
 from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomModel, FathomSeq2SeqConfig
 from fathomlm.packaged import packaged_drafts, packaged_exits
 
+Found = TypeVar("Found")
 TOPICS = (
     "the tides", "bread", "glaciers", "a violin", "photosynthesis", "the printing press", "chess", "volcanoes", "tea",
     "the moon", "bicycles", "honey bees", "the alphabet", "rainbows", "clocks", "coral reefs", "maps", "paper", "salt",
@@ -50,6 +55,8 @@ TOPICS = (
 )  # fmt: skip
 QUIET = 0.05
 """translator with random weights: the scale of what layers behind the exit add."""
+ALONE, WARM = 12, 3
+"""Requests one at a time, and rounds in front of those that are timed."""
 SOURCE = 32
 """Tokens of a sentence that the study's translators read."""
 
@@ -115,6 +122,15 @@ PARTS = {
 }
 
 
+class Pair(NamedTuple):
+    """Engines for so many sequences, with drafts and without."""
+
+    rows: int
+    stack: int
+    threshold: float
+    engines: dict[str, Engine]
+
+
 class Bench:
     """One model and its prompts."""
 
@@ -144,18 +160,22 @@ class Bench:
     def run(self, engine: Engine, rows: int) -> tuple[list[Result], float]:
         """Every prompt, `rows` at a time: results, and seconds."""
         work = [Request(id=engine.new_id(), prompt=tuple(p), sampling=self.sampling) for p in self.prompts]
-        work = work[: 4 if rows == 1 else None]
+        work = work[: ALONE if rows == 1 else None]
         finish(self.device)
         begun = time.perf_counter()
         results = engine.run(work) if rows > 1 else [result for one in work for result in engine.run([one])]
         return results, time.perf_counter() - begun
 
-    def compare(self, rows: int, stack: int, threshold: float, texts: list[tuple[int, ...]]) -> dict[str, Any]:
-        """Full depth and drafts, round by round in turn."""
+    def pair(self, rows: int, stack: int, threshold: float) -> Pair:
         engines = {"full": self.engine(rows), "drafts": self.engine(rows, threshold, stack)}
-        for _ in range(2):
+        for _ in range(WARM):
             for engine in engines.values():
                 self.run(engine, rows)  # kernels are compiled, and drafting settles
+        return Pair(rows, stack, threshold, engines)
+
+    def compare(self, pair: Pair, texts: list[tuple[int, ...]]) -> dict[str, Any]:
+        """Full depth and drafts, round by round in turn."""
+        rows, stack, threshold, engines = pair
         found: dict[str, list[tuple[list[Result], float]]] = {name: [] for name in engines}
         for _ in range(self.rounds):
             for name, engine in engines.items():
@@ -199,7 +219,8 @@ def main() -> None:
     parser.add_argument("--sources", type=Path, metavar="FILE", help="JSON lines with its sentences, as `source`")
     parser.add_argument("--tokens", type=int, default=128, help="new tokens of a request")
     parser.add_argument("--prompts", type=int, default=len(TOPICS))
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--lock", type=Path, metavar="FILE", help="compile beside other processes, measure alone")
     args = parser.parse_args()
     if args.translator is not None and args.sources is None:
         parser.error("--translator requires --sources")
@@ -207,7 +228,9 @@ def main() -> None:
     record: dict[str, Any] = {"environment": environment(), "new_tokens": args.tokens, "prompts": args.prompts}
     failed: list[str] = []
 
-    def tried(what: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
+    lock = None if args.lock is None else args.lock.open("w")
+
+    def tried(what: str, measure: Callable[[], Found]) -> Found | None:
         """The device's time is short: what other parts measure is kept where one fails."""
         begun = time.perf_counter()
         try:
@@ -216,7 +239,8 @@ def main() -> None:
             failed.append(what)
             traceback.print_exc()
             return None
-        print(f"{what} ({time.perf_counter() - begun:.0f} s)", found, flush=True)
+        said = found if isinstance(found, dict) else "ready"
+        print(f"{what} ({time.perf_counter() - begun:.0f} s)", said, flush=True)
         return found
 
     for part in args.parts:
@@ -224,16 +248,24 @@ def main() -> None:
         record[part] = {"exit_layer": bench.exit_layer, "layers": bench.model.plan.unrolled_layers, "rows": []}
         if part == "translator":
             record[part]["trained"] = args.translator is not None
+        if lock is not None:
+            fcntl.flock(lock, fcntl.LOCK_SH)  # nobody measures while this is held
         texts = bench.full_texts()
-        for rows in args.rows:
-            for stack in args.stacks:
-                for threshold in bench.thresholds:
-                    free_memory()
-                    compare = partial(bench.compare, rows, stack, threshold, texts)
-                    if (found := tried(f"{part}, {rows} rows", compare)) is not None:
-                        record[part]["rows"].append(found)
-                    args.out.write_text(json.dumps(record, indent=1) + "\n")
-        args.out.write_text(json.dumps(record, indent=1) + "\n")
+        settings = [
+            (rows, stack, threshold) for rows in args.rows for stack in args.stacks for threshold in bench.thresholds
+        ]
+        pairs = [tried(f"{part}, {one[0]} rows", partial(bench.pair, *one)) for one in settings]
+        if lock is not None:
+            fcntl.flock(lock, fcntl.LOCK_UN)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        for pair in pairs:
+            if pair is not None and (found := tried(f"{part}, {pair.rows} rows", partial(bench.compare, pair, texts))):
+                record[part]["rows"].append(found)
+            args.out.write_text(json.dumps(record, indent=1) + "\n")
+        pairs.clear()
+        free_memory()
+        if lock is not None:
+            fcntl.flock(lock, fcntl.LOCK_UN)
     if failed:
         raise SystemExit(f"these parts failed: {', '.join(failed)}")
 

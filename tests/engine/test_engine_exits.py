@@ -17,7 +17,7 @@ from fathomlm.decode.full import generate
 from fathomlm.decode.sampling import Sampling
 from fathomlm.depth import DepthPlan
 from fathomlm.engine.device_state import ENTER
-from fathomlm.engine.drafting import REPEATS, TRIAL, DraftControl
+from fathomlm.engine.drafting import LEAST, REPEATS, TRIAL, DraftControl
 from fathomlm.engine.engine import Engine
 from fathomlm.engine.kv_pages import page_bytes
 from fathomlm.engine.programs.base import SamplingVariant
@@ -369,9 +369,12 @@ def test_drafting_is_used_where_it_was_measured_to_pay() -> None:
     assert few[TRIAL : 2 * TRIAL] == [True] * TRIAL
     assert few.count(False) <= (2 + len(REPEATS)) * TRIAL
     many = play(control, 64, 40 * TRIAL, {False: 180, True: 100})
-    assert many.count(True) <= (1 + len(REPEATS)) * TRIAL
+    assert many[:TRIAL] == [False] * TRIAL, "that it pays for few says nothing"
+    assert LEAST <= many.count(True) <= (1 + len(REPEATS)) * LEAST, "a trial of what is clearly slower is short"
     long = play(control, 64, 330 * TRIAL, {False: 180, True: 100})
-    assert 1 <= long.count(True) // TRIAL <= 330 // (1 + REPEATS[-1]) + 1, "later the slower way is hardly tried"
+    assert LEAST <= long.count(True) <= (330 // (1 + REPEATS[-1]) + 1) * LEAST, "later the slower way is hardly tried"
+    more = play(control, 256, REPEATS[0] * TRIAL, {False: 300, True: 100})
+    assert not any(more), "what does not pay for fewer is tried later"
     assert play(control, 3, 1, {False: 100, True: 180}) == [True], "as many sequences as before: what is known stays"
 
 

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-TRIAL = 8
-"""Bursts that are measured at a time."""
+TRIAL, LEAST = 6, 2
+"""Bursts that are measured at a time, and those after which a trial of what is clearly slower ends."""
+CLEARLY = 0.8
+"""Of the other way's speed."""
 REPEATS = (8, 16, 32)
 """Trials of the faster way in front of each of the slower: the first may have been misled, and later ones cost at most a
 33rd of the difference."""
-SMOOTHING = 0.5
+SMOOTHING = 0.7
 """The weight of the last trial in what is known of a way."""
 
 
@@ -35,20 +37,36 @@ class _Known:
     tried: int = 0
     """How often the slower way was tried again."""
 
+    @property
+    def rate(self) -> float:
+        return self.tokens / max(self.seconds, 1e-9)
+
+    @property
+    def is_over(self) -> bool:
+        other = self.rates.get(not self.drafts)
+        slower = other is not None and self.bursts >= LEAST and self.rate < CLEARLY * other
+        return slower or self.bursts >= TRIAL
+
     def learn(self) -> None:
         """End the trial, and choose for the next."""
-        rate, before = self.tokens / max(self.seconds, 1e-9), self.rates.get(self.drafts)
+        rate, before = self.rate, self.rates.get(self.drafts)
         self.rates[self.drafts] = rate if before is None else before + SMOOTHING * (rate - before)
         self.bursts, self.tokens, self.seconds = 0, 0, 0.0
-        if len(self.rates) < 2:
-            self.drafts = not self.drafts
-            return
-        faster = self.rates[True] >= self.rates[False]
-        self.trials += faster == self.drafts
-        again = self.trials >= REPEATS[min(self.tried, len(REPEATS) - 1)]
+        self.trials += 1
+        faster = self.drafts if len(self.rates) < 2 else self.rates[True] >= self.rates[False]
+        if faster != self.drafts:  # a trial of the slower way
+            self.trials = 0
+        again = self.trials >= self._due
         self.drafts = not faster if again else faster
         if again:
             self.trials, self.tried = 0, self.tried + 1
+
+    @property
+    def _due(self) -> int:
+        """Trials of this way in front of one of the other."""
+        if len(self.rates) < 2:
+            return REPEATS[0] if self.tried else 1
+        return REPEATS[min(self.tried, len(REPEATS)) - 1]
 
 
 class DraftControl:
@@ -59,13 +77,26 @@ class DraftControl:
         self._skip, self._unsure = skip, 0
 
     def choose(self, running: int) -> bool:
-        """Whether the next burst drafts. Without drafts first: what they are compared with."""
-        before, self._now = self._now.drafts, self._known.setdefault(running.bit_length(), _Known())
-        if self._now.bursts >= TRIAL:
+        """Whether the next burst drafts. Without drafts first, what they are compared with, unless other numbers of
+        sequences tell what is faster."""
+        before, bucket = self._now.drafts, running.bit_length()
+        if bucket not in self._known:
+            self._known[bucket] = self._like(bucket)
+        self._now = self._known[bucket]
+        if self._now.is_over:
             self._now.learn()
         if self._now.drafts != before:
             self._unsure = self._skip
         return self._now.drafts
+
+    def _like(self, bucket: int) -> _Known:
+        """What does not pay for fewer sequences does not pay for more, and what pays for more pays for fewer."""
+        for other, known in self._known.items():
+            if len(known.rates) == 2:
+                pays = known.rates[True] >= known.rates[False]
+                if (other >= bucket) if pays else (other <= bucket):
+                    return _Known(drafts=pays, tried=1)
+        return _Known()
 
     def note(self, tokens: int, seconds: float) -> None:
         """What came between two bursts; not where prompts were read or steps were captured in between."""
