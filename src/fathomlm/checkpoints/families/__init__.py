@@ -1,4 +1,4 @@
-"""Families: how Hugging Face spells each architecture, and how it names the tensors. One file a family, one dict.
+"""Families: how Hugging Face spells each architecture, and how it names the tensors. One dict.
 
 Reading goes from a `config.json` to an `Architecture`; exporting goes back. An option that is not supported is refused
 by name rather than ignored.
@@ -10,16 +10,12 @@ import dataclasses
 
 from fathomlm.checkpoints.families import (
     gemma,
-    granite,
     huginn,
     llama,
-    nanbeige,
+    looped,
     neox,
-    olmo2,
-    ouro,
     phi,
     qwen,
-    smollm3,
     t5,
 )
 from fathomlm.checkpoints.families.shared import Family
@@ -36,12 +32,12 @@ FAMILIES: dict[str, Family] = {
     "gemma": gemma.GEMMA,
     "gemma3": gemma.GEMMA3,
     "neox": neox.NEOX,
-    "smollm3": smollm3.SMOLLM3,
-    "granite": granite.GRANITE,
+    "smollm3": llama.SMOLLM3,
+    "granite": llama.GRANITE,
     "phi3": phi.PHI3,
-    "olmo2": olmo2.OLMO2,
-    "nanbeige": nanbeige.NANBEIGE,
-    "ouro": ouro.OURO,
+    "olmo2": llama.OLMO2,
+    "nanbeige": looped.NANBEIGE,
+    "ouro": looped.OURO,
     "huginn": huginn.HUGINN,
 }
 """Decoder-only families by the name that an `Architecture` has."""

@@ -8,12 +8,13 @@ from typing import Any
 from fathomlm.checkpoints.families.shared import (
     HF_ACTIVATIONS,
     QKV,
+    SIZES,
     Config,
     Family,
     activation_of,
+    common,
     read_rope,
     rope_dict,
-    size,
 )
 from fathomlm.depth import Architecture
 
@@ -34,22 +35,14 @@ NEOX_OUTER = {
 
 
 def read_neox(config: Config) -> Architecture:
-    hidden, heads = size(config, "hidden_size", "hidden"), size(config, "num_attention_heads", "heads")
-    bias = config.flag("attention_bias", default=True)
+    sizes, bias = common(config), config.flag("attention_bias", default=True)
     parameters = config.record("rope_parameters", default=None)
     fraction = config.number("rotary_pct", default=0.25)
     fraction = parameters.number("partial_rotary_factor", default=fraction) if parameters else fraction
     theta = config.number("rotary_emb_base", default=config.number("rope_theta", default=10_000.0))
     return Architecture(
         family="neox",
-        layers=size(config, "num_hidden_layers", "layers"),
-        hidden=hidden,
-        intermediate=size(config, "intermediate_size", "intermediate"),
-        heads=heads,
-        kv_heads=heads,
-        head_dim=hidden // heads,
-        vocab=size(config, "vocab_size", "vocab"),
-        context=size(config, "max_position_embeddings", "context", 2048),
+        **sizes | {"kv_heads": sizes["heads"], "head_dim": sizes["hidden"] // sizes["heads"]},
         tied_embeddings=config.flag("tie_word_embeddings", default=False),
         norm="layer",
         norm_eps=config.number("layer_norm_eps", default=1e-5),
@@ -66,12 +59,7 @@ def read_neox(config: Config) -> Architecture:
 
 def write_neox(a: Architecture) -> dict[str, Any]:
     return {
-        "num_hidden_layers": a.layers,
-        "hidden_size": a.hidden,
-        "intermediate_size": a.intermediate,
-        "num_attention_heads": a.heads,
-        "vocab_size": a.vocab,
-        "max_position_embeddings": a.context,
+        **{SIZES[field]: getattr(a, field) for field in SIZES if field not in ("kv_heads", "head_dim")},
         "tie_word_embeddings": a.tied_embeddings,
         "layer_norm_eps": a.norm_eps,
         "hidden_act": HF_ACTIVATIONS[a.activation],

@@ -13,7 +13,7 @@ from torch import Tensor
 from fathomlm.depth import Architecture, DepthPlan, Rope
 from fathomlm.depth.bounds import BOUNDS
 from fathomlm.errors import UnsupportedModel
-from fathomlm.jsonfile import Fields
+from fathomlm.jsonfile import REQUIRED, Fields
 
 Config = Fields
 LLAMA_NAMES = {
@@ -125,16 +125,12 @@ class Family:
 
 
 @overload
-def size(config: Config, name: str, bound: str) -> int: ...
-@overload
-def size(config: Config, name: str, bound: str, default: int) -> int: ...
+def size(config: Config, name: str, bound: str, default: int = REQUIRED) -> int: ...
 @overload
 def size(config: Config, name: str, bound: str, default: None) -> int | None: ...
-def size(config: Config, name: str, bound: str, default: int | None = -1) -> int | None:
+def size(config: Config, name: str, bound: str, default: int | None = REQUIRED) -> int | None:
     """A size of a configuration, within the bounds that models here have."""
     least, most = BOUNDS[bound]
-    if default == -1:
-        return config.integer(name, at_least=least, at_most=most)
     return config.integer(name, at_least=least, at_most=most, default=default)
 
 
@@ -234,20 +230,24 @@ def activation_of(name: str, family: str) -> Any:
     return ACTIVATIONS[name]
 
 
+SIZES = {
+    "layers": "num_hidden_layers",
+    "hidden": "hidden_size",
+    "intermediate": "intermediate_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "vocab": "vocab_size",
+    "context": "max_position_embeddings",
+}
+"""How most families call the sizes of an architecture."""
+
+
 def common(config: Config) -> dict[str, Any]:
-    """Fields that every family but GPT-NeoX spells alike."""
-    heads = size(config, "num_attention_heads", "heads")
-    hidden = size(config, "hidden_size", "hidden")
-    return {
-        "layers": size(config, "num_hidden_layers", "layers"),
-        "hidden": hidden,
-        "intermediate": size(config, "intermediate_size", "intermediate"),
-        "heads": heads,
-        "kv_heads": size(config, "num_key_value_heads", "kv_heads", heads),
-        "head_dim": size(config, "head_dim", "head_dim", hidden // heads),
-        "vocab": size(config, "vocab_size", "vocab"),
-        "context": size(config, "max_position_embeddings", "context", 2048),
-    }
+    """The sizes, by our names."""
+    heads, hidden = size(config, SIZES["heads"], "heads"), size(config, SIZES["hidden"], "hidden")
+    usual = {"kv_heads": heads, "head_dim": hidden // heads, "context": 2048}
+    return {field: size(config, name, field, usual.get(field, REQUIRED)) for field, name in SIZES.items()}
 
 
 def llama_traits(config: Config, family: str) -> dict[str, Any]:
@@ -264,14 +264,7 @@ def llama_traits(config: Config, family: str) -> dict[str, Any]:
 
 def write_common(a: Architecture) -> dict[str, Any]:
     return {
-        "num_hidden_layers": a.layers,
-        "hidden_size": a.hidden,
-        "intermediate_size": a.intermediate,
-        "num_attention_heads": a.heads,
-        "num_key_value_heads": a.kv_heads,
-        "head_dim": a.head_dim,
-        "vocab_size": a.vocab,
-        "max_position_embeddings": a.context,
+        **{name: getattr(a, field) for field, name in SIZES.items()},
         "tie_word_embeddings": a.tied_embeddings,
         "rms_norm_eps": a.norm_eps,
         "rope_parameters": rope_dict(a.rope),
