@@ -35,8 +35,7 @@ from fathomlm.model.decoder import Decoder, Recompute
 from fathomlm.train.captured import WARM_UPS
 from fathomlm.train.data.loader import Batch
 from fathomlm.train.distributed import World
-from fathomlm.train.flops import flops_per_token_6n
-from fathomlm.train.hardware import Rates
+from fathomlm.train.flops import Rates, flops_per_token_6n
 from fathomlm.train.loop import Stepper
 from fathomlm.train.objective import Objective
 from fathomlm.train.optim import build_optimizer

@@ -21,11 +21,10 @@ from fathomlm.train import report as report_module
 from fathomlm.train.checkpoint import load_checkpoint, save_checkpoint
 from fathomlm.train.data.corpus import Corpus
 from fathomlm.train.data.prepare import PrepareOptions, prepare
-from fathomlm.train.directory import RunDirectory
+from fathomlm.train.directory import RunDirectory, newest_whole
 from fathomlm.train.distributed import World
 from fathomlm.train.reading import build_recipe
 from fathomlm.train.report import Reporter, SilentWatcher, read_records
-from fathomlm.train.resume import newest_whole
 from fathomlm.train.run import train
 from fathomlm.train.state import RunFacts, TrainingProgress, saved_steps, verify
 from faults.disk import KINDS, Disk, lay_out

@@ -15,8 +15,7 @@ from fathomlm.errors import ModelNotFound, OptionError
 from fathomlm.model.decoder import Decoder
 from fathomlm.train.activations import activation_bytes
 from fathomlm.train.estimate import estimate, format_estimate
-from fathomlm.train.flops import flops_per_token_6n
-from fathomlm.train.hardware import ACCELERATORS, Rates, accelerator_name, memory_bytes
+from fathomlm.train.flops import ACCELERATORS, Rates, accelerator_name, flops_per_token_6n, memory_bytes
 from fathomlm.train.memory import count_memory
 from fathomlm.train.reading import build_recipe, read_recipe, shipped_recipes
 from fathomlm.train.recipe import HardwareRecipe, Recipe

@@ -23,14 +23,14 @@ from fathomlm.model.decoder import Decoder
 from fathomlm.model.hub import FathomConfig, FathomForCausalLM
 from fathomlm.train.activations import activation_bytes
 from fathomlm.train.data.loader import IGNORE
+from fathomlm.train.directory import check_same
 from fathomlm.train.estimate import estimate, format_estimate
-from fathomlm.train.losses.agreement import agreement_loss
+from fathomlm.train.losses.exits import agreement_loss
 from fathomlm.train.objective import Objective
 from fathomlm.train.optim import choose_trained
 from fathomlm.train.reading import build_recipe
 from fathomlm.train.recipe import ExitRecipe, LayerwiseRecipe, LossRecipe
 from fathomlm.train.report import read_records
-from fathomlm.train.resume import check_same
 from fathomlm.train.student import read_student
 from train.exit_runs import (
     SHAPE,

@@ -30,6 +30,7 @@ from fathomlm.model.hub import FathomConfig, FathomForCausalLM
 from fathomlm.train.data.corpus import Corpus
 from fathomlm.train.data.frequent import frequent_in_corpus
 from fathomlm.train.data.loader import IGNORE
+from fathomlm.train.directory import check_same
 from fathomlm.train.estimate import estimate
 from fathomlm.train.losses.divergence import DIVERGENCES
 from fathomlm.train.objective import Objective
@@ -37,7 +38,6 @@ from fathomlm.train.optim import choose_trained
 from fathomlm.train.reading import build_recipe, read_recipe
 from fathomlm.train.recipe import ExitRecipe, LossRecipe
 from fathomlm.train.report import read_records
-from fathomlm.train.resume import check_same
 from fathomlm.train.run import train
 from fathomlm.train.setup import build_student, describe_student
 from fathomlm.train.student import read_student

@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from fathomlm.depth import Architecture, DepthPlan
 from fathomlm.errors import OptionError
 from fathomlm.model.decoder import Decoder
-from fathomlm.train.losses.exits import exit_steps
-from fathomlm.train.losses.layerskip import drop_chances, kept_steps, summed_depth_weights
+from fathomlm.train.losses.exits import drop_chances, exit_steps, kept_steps, summed_depth_weights
 from fathomlm.train.objective import Objective
 from fathomlm.train.reading import build_recipe, read_recipe
 from fathomlm.train.recipe import ExitRecipe, LossRecipe

@@ -20,7 +20,7 @@ from fathomlm.model.decoder import Decoder
 from fathomlm.model.hub import FathomConfig, FathomForCausalLM
 from fathomlm.train.data.corpus import Corpus
 from fathomlm.train.data.loader import IGNORE
-from fathomlm.train.losses.gate import exit_entropy, exit_log_probabilities, expected_exit
+from fathomlm.train.losses.exits import exit_entropy, exit_log_probabilities, expected_exit
 from fathomlm.train.losses.head import HeadTerms, head_loss, plain_head_loss
 from fathomlm.train.objective import Objective
 from fathomlm.train.optim import choose_trained

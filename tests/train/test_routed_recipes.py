@@ -17,13 +17,13 @@ from fathomlm.errors import FathomError, OptionError
 from fathomlm.model.decoder import Decoder
 from fathomlm.train.activations import activation_bytes
 from fathomlm.train.data.corpus import Corpus
+from fathomlm.train.directory import check_same
 from fathomlm.train.estimate import estimate, format_estimate
 from fathomlm.train.flops import flops_per_token_6n, work_flops_per_token
 from fathomlm.train.memory import count_memory
 from fathomlm.train.optim import choose_trained
 from fathomlm.train.reading import build_recipe, read_recipe, to_yaml
 from fathomlm.train.recipe import Recipe
-from fathomlm.train.resume import check_same
 from fathomlm.train.setup import build_student
 from fathomlm.train.student import read_student
 

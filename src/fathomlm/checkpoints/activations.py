@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fathomlm.cache import NoCache
-from fathomlm.checkpoints.assemble import BaseCheckpoint, OnProgress, configure, empty_model, put
+from fathomlm.checkpoints.assemble import BaseCheckpoint, OnProgress, configure, empty_model, put, telling
 from fathomlm.checkpoints.resolve import plain_base
 from fathomlm.checkpoints.tying import CALIBRATION_TOKENS
 from fathomlm.depth import DepthPlan
@@ -129,9 +129,7 @@ def measure_activations(
     streams = [measured.decoder.enter(rows) for rows in (*kept, *held_out)]
     directory = tempfile.TemporaryDirectory(prefix="fathomlm-moments-") if moments else None
     influence: list[float] = []
-    for step in plan:
-        if on_layer is not None:
-            on_layer(step.index, len(plan.steps))
+    for step in telling(plan.steps, on_layer):
         for name in architecture.layer_shapes():
             _put(measured, f"layers.{step.layer}.{name}", base, place)
         layer = measured.decoder.layers[step.layer]
@@ -147,8 +145,6 @@ def measure_activations(
         if directory is not None:
             torch.save({name: (total / read).cpu() for name, total in sums.totals.items()}, _file(directory, step.layer))
         layer.to("meta")
-    if on_layer is not None:
-        on_layer(len(plan.steps), len(plan.steps))
     ends = zip(torch.cat(streams[len(kept) :]), torch.cat(held_out), strict=True)
     losses = [_loss(measured.decoder.logits(measured.decoder.norm(x_TM)), row_T) for x_TM, row_T in ends]
     return Activations(

@@ -16,7 +16,7 @@ Reading a tensor at a time is what keeps a conversion's memory near the size of 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -33,6 +33,17 @@ Model = TypeVar("Model", FathomForCausalLM, FathomForSeq2SeqLM)
 Reader = Callable[[str], Tensor]
 OnProgress = Callable[[int, int], None]
 """Told how many layers of how many are done."""
+Item = TypeVar("Item")
+
+
+def telling(items: Sequence[Item], on_progress: OnProgress | None) -> Iterator[Item]:
+    """The items, telling before each and behind the last how many are done."""
+    for done, item in enumerate(items):
+        if on_progress is not None:
+            on_progress(done, len(items))
+        yield item
+    if on_progress is not None:
+        on_progress(len(items), len(items))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,17 @@ import torch
 from torch import Tensor
 
 from fathomlm.checkpoints.activations import Activations
-from fathomlm.checkpoints.assemble import BaseCheckpoint, OnProgress, configure, empty_model, finish, put, replan, with_loops
+from fathomlm.checkpoints.assemble import (
+    BaseCheckpoint,
+    OnProgress,
+    configure,
+    empty_model,
+    finish,
+    put,
+    replan,
+    telling,
+    with_loops,
+)
 from fathomlm.checkpoints.resolve import describe, open_source, parse_device, parse_dtype, plain_base
 from fathomlm.checkpoints.tied import KeptLayers, Tying, ranks_within
 from fathomlm.checkpoints.tying import (
@@ -243,18 +253,13 @@ class _Conversion:
     generator: torch.Generator
 
     def run(self, on_layer: OnProgress | None) -> None:
-        total = self.result.plan.unique_layers
         outer = ("embed", "relative", "norm", "head")
         for name in [n for n, _ in self.result.decoder.named_parameters() if n.split(".")[0] in outer]:
             self._put(name, self.tying.base.tensor(name))
-        for layer in range(total):
-            if on_layer is not None:
-                on_layer(layer, total)
+        for layer in telling(range(self.result.plan.unique_layers), on_layer):
             self._convert_layer(layer)
         for i in range(len(self.result.decoder.encodings)):
             self._put(f"encodings.{i}", torch.ones(self.result.architecture.hidden))
-        if on_layer is not None:
-            on_layer(total, total)
 
     def _convert_layer(self, layer: int) -> None:
         starts, uses = self.tying.starts[layer], self.result.plan.uses(layer)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from fathomlm.checkpoints.assemble import OnProgress
+from fathomlm.checkpoints.assemble import OnProgress, telling
 from fathomlm.checkpoints.families import FAMILIES, family_for, hf_name
 from fathomlm.checkpoints.families.shared import Fusion
 from fathomlm.checkpoints.resolve import dtype_name
@@ -188,9 +188,7 @@ def _tensors(model: FathomModel, steps: Sequence[Step], on_layer: OnProgress | N
         yield from ((f"encoder.{name}", parameter) for name, parameter in model.encoder.named_parameters())
     if decoder.relative is not None:
         yield hf_name(family, "relative.weight"), decoder.relative.weight
-    for number, step in enumerate(steps):
-        if on_layer is not None:
-            on_layer(number, len(steps))
+    for number, step in enumerate(telling(steps, on_layer)):
         merged = {
             name: family.sorted_rows(name.rpartition(".")[0], tensor, model.architecture.head_dim, back=True)
             for name, tensor in merged_layer(model, step).items()
@@ -215,8 +213,6 @@ def _tensors(model: FathomModel, steps: Sequence[Step], on_layer: OnProgress | N
     elif model.architecture.cross and model.architecture.head_scale == 1.0:
         # transformers before version 5 takes an unscaled T5 to have a head of its own.
         yield hf_name(family, "head.weight"), decoder.embed.weight
-    if on_layer is not None:
-        on_layer(len(steps), len(steps))
 
 
 def merged_layer(model: FathomModel, step: Step) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fathomlm.checkpoints.activations import Activations
-from fathomlm.checkpoints.assemble import BaseCheckpoint, OnProgress, TokenIds
+from fathomlm.checkpoints.assemble import BaseCheckpoint, OnProgress, TokenIds, telling
 from fathomlm.checkpoints.tying import Init, NormInit
 from fathomlm.depth import Architecture, DepthPlan, Relaxation, Step
 from fathomlm.depth.cost import count, relaxation_parameters
@@ -223,9 +223,7 @@ def _energies(
     """For each linear what each rank restores over all steps, as parts of what the base layers put out."""
     found: dict[str, Tensor] = {}
     shared = sorted({step.layer for step in plan if plan.is_shared(step)})
-    for done, layer in enumerate(shared):
-        if on_layer is not None:
-            on_layer(done, len(shared))
+    for layer in telling(shared, on_layer):
         for spec in tying.base.architecture.linears():
             name = f"{spec.path}.weight"
             tied = tying.tensor(layer, name).to(dtype)

@@ -14,8 +14,6 @@ pickle, and nothing from a checkpoint is ever executed here.
 
 from __future__ import annotations
 
-import os
-import shutil
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -28,7 +26,7 @@ from torch.optim import Optimizer
 from transformers.utils import logging as hf_logging
 
 from fathomlm.checkpoints.native import weight_bytes
-from fathomlm.checkpoints.writing import check_room, sync_directory, sync_file, whole_directory
+from fathomlm.checkpoints.writing import check_room, sync_file, whole_directory
 from fathomlm.errors import CheckpointError, FathomError, OutputError
 from fathomlm.model.seq2seq import FathomModel
 from fathomlm.train.distributed import World, like, local_part, whole
@@ -40,8 +38,6 @@ from fathomlm.train.state import (
     file_checksums,
     file_names,
     part_name,
-    saved_steps,
-    step_name,
 )
 
 
@@ -214,39 +210,3 @@ def _set_random_state(states: dict[str, Tensor], device: torch.device) -> None:
     torch.set_rng_state(states["cpu"])
     if device.type == "cuda" and "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"], device)
-
-
-def prune(checkpoints: Path, keep: int, protected: set[int]) -> None:
-    """Remove all but the latest `keep` (0: all are kept) and the protected ones. The latest are on the disk by now."""
-    steps = sorted(saved_steps(checkpoints))
-    for step in steps[:-keep] if keep else []:
-        if step not in protected:
-            going = checkpoints / f".{step_name(step)}.replaced-{os.getpid()}"  # what `clean_up` finishes if we are killed
-            (checkpoints / step_name(step)).rename(going)
-            sync_directory(checkpoints)  # or a half-deleted one could be met under its own name
-            shutil.rmtree(going, ignore_errors=True)
-
-
-def set_aside(checkpoint: Path) -> Path:
-    """Give a damaged checkpoint another name, so that it is neither counted nor in the way; a person may still want it."""
-    aside = checkpoint.with_name(f"damaged-{checkpoint.name}")
-    if aside.exists():
-        shutil.rmtree(aside)
-    checkpoint.rename(aside)
-    sync_directory(checkpoint.parent)
-    return aside
-
-
-def point(link: Path, target: Path) -> None:
-    """Make `link` a relative symbolic link to `target`, in one stroke."""
-    fresh = link.with_name(f".{link.name}.fresh-{os.getpid()}")
-    fresh.unlink(missing_ok=True)
-    fresh.symlink_to(os.path.relpath(target, link.parent))
-    os.replace(fresh, link)
-    sync_directory(link.parent)
-
-
-def clean_up(checkpoints: Path) -> None:
-    """Remove what a killed run left half-written."""
-    for stale in (*checkpoints.glob(".step-*.partial-*"), *checkpoints.glob(".step-*.replaced-*")):
-        shutil.rmtree(stale, ignore_errors=True)

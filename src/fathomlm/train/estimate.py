@@ -11,8 +11,14 @@ from fathomlm.depth.cost import count
 from fathomlm.errors import OptionError
 from fathomlm.sizes import amount
 from fathomlm.train.distributed import COMFORT
-from fathomlm.train.flops import forward_flops_per_token, model_flops_per_token, work_flops_per_token
-from fathomlm.train.hardware import Rates, accelerator_name, memory_bytes
+from fathomlm.train.flops import (
+    Rates,
+    accelerator_name,
+    forward_flops_per_token,
+    memory_bytes,
+    model_flops_per_token,
+    work_flops_per_token,
+)
 from fathomlm.train.memory import PLANNED, TrainingMemory, count_memory, student_weights
 from fathomlm.train.reading import yet_to_come
 from fathomlm.train.recipe import Recipe

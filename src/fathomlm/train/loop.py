@@ -29,7 +29,7 @@ from fathomlm.train.captured import CapturedPass
 from fathomlm.train.data.loader import IGNORE, Batch, BatchLoader, Prefetched, prefetch
 from fathomlm.train.data.pairs import round_up
 from fathomlm.train.distributed import World, accumulating, whole
-from fathomlm.train.hardware import Rates
+from fathomlm.train.flops import Rates
 from fathomlm.train.objective import Objective
 from fathomlm.train.optim import set_rate
 from fathomlm.train.recipe import Recipe, RoutingLossRecipe

@@ -21,9 +21,16 @@ from fathomlm.model.exits import ExitVocab
 from fathomlm.model.route import RoutingTrace, TopKOptions
 from fathomlm.model.route.trace import RoutingMeter
 from fathomlm.train.data.loader import IGNORE, Batch
-from fathomlm.train.losses.agreement import agreement_loss
-from fathomlm.train.losses.exits import exit_depths, exit_steps, exit_weights
-from fathomlm.train.losses.gate import exit_entropy, exit_log_probabilities, expected_exit
+from fathomlm.train.losses.exits import (
+    agreement_loss,
+    exit_depths,
+    exit_entropy,
+    exit_log_probabilities,
+    exit_steps,
+    exit_weights,
+    expected_exit,
+    kept_steps,
+)
 from fathomlm.train.losses.head import (
     AnyTeacher,
     HeadParts,
@@ -34,7 +41,6 @@ from fathomlm.train.losses.head import (
     likeliest_tokens,
 )
 from fathomlm.train.losses.healing import healing_loss, teacher_steps
-from fathomlm.train.losses.layerskip import kept_steps
 from fathomlm.train.losses.layerwise import candidates, layerwise_loss, taught_layers
 from fathomlm.train.losses.routing import openness, routing_names, routing_parts, smooth_openness
 from fathomlm.train.recipe import LossRecipe, RoutingLossRecipe

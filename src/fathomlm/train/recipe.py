@@ -166,7 +166,7 @@ class ExitRecipe:
     """After every recursion, after every step, or after these numbers of steps (6 means after the sixth)."""
     weights: Literal["weighted", "unweighted", "aggressive", "gate", "layerskip"] = "aggressive"
     """i / sum(i) by depth; 1/n each; `coefficient` on every early exit and 1 on the last output; token by token, how likely
-    a gate that learns beside the model lets it exit there (losses/gate.py): `generate --confidence gate`; or LayerSkip's,
+    a gate that learns beside the model lets it exit there (losses/exits.py): `generate --confidence gate`; or LayerSkip's,
     where an early exit counts `coefficient` times the sum of the depths below it."""
     coefficient: float = option(0.1, ge=0)
     rotate: int = option(0, ge=0)
@@ -253,7 +253,7 @@ class LossRecipe:
     routing: RoutingLossRecipe | None = None
     """What teaches a router; by default what the thesis chose for its kind."""
     layer_dropout: float = option(0.0, ge=0, lt=1)
-    """Rows skip steps, never the first, the last with this probability (LayerSkip: losses/layerskip.py)."""
+    """Rows skip steps, never the first, the last with this probability (LayerSkip: losses/exits.py)."""
     chunk: int | None = option(None, ge=1)
     """Tokens whose logits are held at once; by default as many as make 2^26 of them on a CPU and 3 x 2^26 on a GPU, where
     large passes without a teacher hold more."""

@@ -17,16 +17,23 @@ from fathomlm.model.seq2seq import FathomForSeq2SeqLM
 from fathomlm.train.checkpoint import load_checkpoint, save_checkpoint
 from fathomlm.train.data.loader import Prefetched
 from fathomlm.train.data.prepare import PreparationProgress
-from fathomlm.train.directory import RunDirectory, run_lock
+from fathomlm.train.directory import (
+    ResumePoint,
+    RunDirectory,
+    check_branch,
+    check_data,
+    check_same,
+    data_fingerprint,
+    find_start,
+    run_lock,
+)
 from fathomlm.train.distributed import World, choose_parallel, join, parallelize, whole
-from fathomlm.train.flops import forward_flops_per_token, model_flops_per_token
-from fathomlm.train.hardware import Rates
+from fathomlm.train.flops import Rates, forward_flops_per_token, model_flops_per_token
 from fathomlm.train.loop import PendingStep, SpeedMeter, Stepper, StepResult, prefetching, stop_requested
 from fathomlm.train.objective import Objective
 from fathomlm.train.optim import build_optimizer, choose_trained, state_bytes_per_weight
 from fathomlm.train.recipe import Recipe
 from fathomlm.train.report import Record, Reporter, SilentWatcher, Watcher
-from fathomlm.train.resume import ResumePoint, check_branch, check_data, check_same, data_fingerprint, find_start
 from fathomlm.train.schedule import LearningRate, micro_batch_size, plan_steps
 from fathomlm.train.seq2seq import equip_encoder
 from fathomlm.train.setup import (

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fathomlm.checkpoints.assemble import OnProgress, end_ids
+from fathomlm.checkpoints.assemble import OnProgress, end_ids, telling
 from fathomlm.checkpoints.export import check_exports, check_loops, merged_layer, stored_layers
 from fathomlm.checkpoints.gguf import INTERLEAVED, stored_name
 from fathomlm.checkpoints.gguf.architecture import divisors_llama3, read_architecture
@@ -156,16 +156,12 @@ def _tensors(
         yield "output.weight", decoder.head.weight
     if a.rope.scaling == "llama3":
         yield "rope_freqs.weight", divisors_llama3(a.rope, a.rotary_dim)
-    for number, step in enumerate(steps):
-        if on_layer is not None:
-            on_layer(number, len(steps))
+    for number, step in enumerate(telling(steps, on_layer)):
         tensors = merged_layer(model, step)
         for name in tensors:
             stored, part = stored_name(f"layers.{number}.{name}", a)
             if part in (None, 0):
                 yield stored, _stored(name, tensors, a)
-    if on_layer is not None:
-        on_layer(len(steps), len(steps))
 
 
 def _shapes(model: FathomForCausalLM, a: Architecture, steps: Sequence[Step]) -> Iterator[tuple[str, tuple[int, ...]]]:

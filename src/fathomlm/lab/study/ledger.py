@@ -21,8 +21,8 @@ from fathomlm.checkpoints.writing import whole_file
 from fathomlm.errors import DataError, writing
 from fathomlm.jsonfile import read_object
 from fathomlm.lab.study.options import Merge
+from fathomlm.train.directory import FREE
 from fathomlm.train.recipe import Recipe
-from fathomlm.train.resume import FREE
 
 FORMAT = 1
 MOST_BYTES = 256 << 20

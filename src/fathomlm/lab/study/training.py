@@ -35,8 +35,8 @@ from fathomlm.lab.study.ledger import Record, identifying_settings
 from fathomlm.lab.study.queue import Broken, Stopped, Visit, overhead_of
 from fathomlm.lab.study.spec import Budget, Planned, Study
 from fathomlm.model.hub import FathomForCausalLM
+from fathomlm.train.directory import newest_whole
 from fathomlm.train.report import SilentWatcher, Watcher, read_records, strict
-from fathomlm.train.resume import newest_whole
 from fathomlm.train.run import TrainingResult, train
 from fathomlm.train.state import read_state, saved_steps, step_name
 
