@@ -18,7 +18,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -129,17 +129,6 @@ def parse(data: bytes | str, where: str, *, error: Raises, nonfinite: bool = Fal
     except ValueError as problem:
         raise error(f"{where} is not valid JSON ({_reason(problem)})") from problem
     return value
-
-
-def exact_record(record: object, names: Sequence[str], where: str, *, error: Raises) -> dict[str, Any]:
-    """An object that has these fields and no others."""
-    if not isinstance(record, dict):
-        raise error(f"{where} must be an object with {', '.join(names)}, got {shown(record)}")
-    if unknown := [name for name in record if name not in names]:
-        raise error(f"{where}: {choices('field', str(unknown[0]), names)}")
-    if missing := [name for name in names if name not in record]:
-        raise error(f"{where} is missing {', '.join(missing)}; it must have {', '.join(names)}")
-    return record
 
 
 class Fields:

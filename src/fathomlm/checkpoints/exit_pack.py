@@ -14,6 +14,7 @@ import dataclasses
 import hashlib
 import json
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,12 +27,11 @@ from torch import Tensor
 from fathomlm.checkpoints.assemble import Model, finish
 from fathomlm.checkpoints.base_sample import OWN, BaseSample
 from fathomlm.checkpoints.locate import EXITS, EXITS_RECORD, check_exits
-from fathomlm.checkpoints.shards import read_json
 from fathomlm.checkpoints.writing import THRESHOLD, check_room, whole_directory
 from fathomlm.depth import Architecture, DepthPlan, ExitParts, Relaxation
 from fathomlm.depth.bounds import BOUNDS
 from fathomlm.errors import CheckpointError, FathomError, OptionError, is_int
-from fathomlm.jsonfile import exact_record, shown
+from fathomlm.jsonfile import Fields, read_object, shown
 from fathomlm.model.decoder import Decoder
 from fathomlm.model.exits import check_exit_vocab, check_rising
 from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomModel
@@ -49,6 +49,27 @@ SHAPE = (
     "memory_width",
 )  # fmt: skip
 """What two copies of one base agree in. Other traits do not survive every format: GGUF knows fewer families, and rounds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _BaseRecord:
+    architecture: dict[str, Any]
+    plan: dict[str, Any]
+    relaxation: dict[str, Any] | None
+    sample: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PackRecord:
+    """The contents of exits.json."""
+
+    format: str = FORMAT
+    version: int = VERSION
+    exits: list[int]
+    parts: ExitParts
+    base: _BaseRecord
+    exit_vocab: int | None = None
+    sha256: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,8 +133,20 @@ def write_pack(
         if threshold is not None:
             shutil.copyfile(threshold, directory / THRESHOLD)
         many = None if chosen is None else len(chosen)
-        record = _record(model, sample) | {VOCAB: many, "sha256": _digest((directory / WEIGHTS).read_bytes())}
-        (directory / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        record = _PackRecord(
+            exits=list(model.plan.exits),
+            parts=model.config.exit_parts,
+            base=_BaseRecord(
+                architecture=model.architecture.to_dict(),
+                plan=model.plan.with_exits(()).to_dict(),
+                relaxation=None if model.relaxation is None else model.relaxation.to_dict(),
+                sample=sample.to_dict(),
+            ),
+            exit_vocab=many,
+            sha256=_digest((directory / WEIGHTS).read_bytes()),
+        )
+        text = json.dumps(dataclasses.asdict(record), indent=2)
+        (directory / RECORD).write_text(text + "\n", encoding="utf-8")
     return out
 
 
@@ -128,16 +161,17 @@ def read_pack(path: str | Path) -> ExitPack:
     path = Path(path).expanduser()
     check_exits(path)
     where = f"{path / RECORD}"
-    record = {VOCAB: None} | _renamed(read_json(path / RECORD))
-    _check_version(record, where)
+    fields = read_object(path / RECORD, error=CheckpointError)
+    _check_version(fields, where)
+    record = Fields(_renamed(fields.values), where, error=CheckpointError).build(_PackRecord)
     try:
         pack = _read(record, path, where)
-        expected = _expected(pack, record[VOCAB])
+        expected = _expected(pack, record.exit_vocab)
     except FathomError as error:
         raise error if str(error).startswith(where) else CheckpointError(f"{where}: {error}") from error
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{where} is damaged ({type(error).__name__}: {error})") from error
-    tensors = _read_tensors(path / WEIGHTS, record["sha256"], expected)
+    tensors = _read_tensors(path / WEIGHTS, record.sha256, expected)
     exit_vocab = tensors.pop(VOCAB, None)
     if exit_vocab is not None:
         try:
@@ -204,49 +238,28 @@ def _traits(architecture: Architecture, plan: DepthPlan, relaxation: Relaxation 
     return traits | {"relaxation": None if relaxation is None else relaxation.to_dict()}
 
 
-def _record(model: FathomModel, sample: BaseSample) -> dict[str, Any]:
-    relaxation = model.relaxation
-    base = {
-        "architecture": model.architecture.to_dict(),
-        "plan": model.plan.with_exits(()).to_dict(),
-        "relaxation": None if relaxation is None else relaxation.to_dict(),
-        "sample": sample.to_dict(),
-    }
-    parts = dataclasses.asdict(model.config.exit_parts)
-    return {"format": FORMAT, "version": VERSION, "exits": list(model.plan.exits), "parts": parts, "base": base}
-
-
-def _check_version(record: dict[str, Any], where: str) -> None:
-    if record.get("format") != FORMAT:
-        raise CheckpointError(f"{where} is not a {KIND}: its format is {shown(record.get('format'))}, not '{FORMAT}'")
-    if not is_int(version := record.get("version")) or version != VERSION:
+def _check_version(record: Fields, where: str) -> None:
+    found, version = record.raw("format"), record.raw("version")
+    if found != FORMAT:
+        raise CheckpointError(f"{where} is not a {KIND}: its format is {shown(found)}, not '{FORMAT}'")
+    if not is_int(version) or version != VERSION:
         raise CheckpointError(f"{where} has version {shown(version)}; this FathomLM reads version {VERSION}")
 
 
-def _read(record: dict[str, Any], path: Path, where: str) -> ExitPack:
-    exact_record(record, ("format", "version", "exits", "parts", "base", VOCAB, "sha256"), where, error=CheckpointError)
-    base, parts, exits = record["base"], record["parts"], record["exits"]
-    exact_record(base, ("architecture", "plan", "relaxation", "sample"), f"{where}, base", error=CheckpointError)
-    parts = {"draft": False} | parts if isinstance(parts, dict) else parts  # packs from before there were draft layers
-    exact_record(
-        parts, tuple(field.name for field in dataclasses.fields(ExitParts)), f"{where}, parts", error=CheckpointError
-    )
-    for name, value in parts.items():
-        if not (isinstance(value, bool) if name in ("layer", "classifier", "draft") else is_int(value)):
-            raise CheckpointError(f"{where}, parts: {name} is {shown(value)}")
-    if not isinstance(exits, list) or bool(exits) == parts["draft"] or not all(is_int(index) for index in exits):
+def _read(record: _PackRecord, path: Path, where: str) -> ExitPack:
+    if bool(record.exits) == record.parts.draft:
         raise CheckpointError(f"{where}: exits must be a list of steps, from 0, and empty for a draft layer")
-    if record[VOCAB] is not None and (not is_int(record[VOCAB]) or abs(record[VOCAB]) > BOUNDS["vocab"][1]):
+    if abs(record.exit_vocab or 0) > BOUNDS["vocab"][1]:
         raise CheckpointError(f"{where}: {VOCAB} must be a number of tokens, or null")
-    relaxation = base["relaxation"]
+    base = record.base
     pack = ExitPack(
         path=path,
-        exits=tuple(exits),
-        parts=ExitParts(**parts),
-        architecture=Architecture.from_dict(base["architecture"]),
-        plan=DepthPlan.from_dict(base["plan"]),
-        relaxation=None if relaxation is None else Relaxation.from_dict(relaxation),
-        sample=BaseSample.from_dict(base["sample"], f"{where}, base, sample"),
+        exits=tuple(record.exits),
+        parts=record.parts,
+        architecture=Architecture.from_dict(base.architecture),
+        plan=DepthPlan.from_dict(base.plan),
+        relaxation=None if base.relaxation is None else Relaxation.from_dict(base.relaxation),
+        sample=BaseSample.from_dict(base.sample, f"{where}, base, sample"),
         tensors={},
     )
     pack.plan_over(pack.architecture, pack.plan, pack.relaxation)  # refuses exits that the base has no place for
@@ -284,7 +297,7 @@ def _read_tensors(path: Path, digest: object, expected: dict[str, torch.Size]) -
     return tensors
 
 
-def _renamed(named: dict[str, Any]) -> dict[str, Any]:
+def _renamed(named: Mapping[str, Any]) -> dict[str, Any]:
     return {VOCAB if name == FORMER_VOCAB else name: value for name, value in named.items()}
 
 

@@ -75,19 +75,9 @@ _STALE_AFTER = 24 * 3600
 """Seconds after which a temporary directory can only be what a killed process left."""
 _UNREACHABLE = re.compile(r"Retrying \(Retry|ConnectionError|ConnectTimeout|ReadTimeout|ProxyError|SSLError|Max retries")
 _CONFIG_FILES = ["config.json", "generation_config.json"]
-_MODEL_FILES = [
-    *_CONFIG_FILES,
-    "*.safetensors",
-    "*.safetensors.index.json",
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "chat_template*",
-    "*.model",
-    "*.jinja",
-]
+TOKENIZER_FILES = ["config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"]
+TOKENIZER_FILES += ["chat_template*", "*.model"]
+_MODEL_FILES = [*_CONFIG_FILES, *TOKENIZER_FILES, "*.safetensors", "*.safetensors.index.json", "*.jinja"]
 _NEVER = ["*.bin", "*.pt", "*.pth", "*/*", "consolidated*"]
 """Pickles, which can run code; folders, which hold other formats; Mistral's second copy of its weights."""
 
@@ -134,12 +124,21 @@ def fetch(name: str, progress: bool = True) -> Path:
 
 def hub_snapshot(repo_id: str, config_only: bool = False) -> Path:
     """The directory of a hub model's files, downloaded unless the hub's cache has them. Pickles are never fetched."""
+    path = hub_files(repo_id, _CONFIG_FILES if config_only else _MODEL_FILES)
+    if not (path / "config.json").is_file():
+        raise ModelNotFound(f"{repo_id} has no config.json: it is not a transformers model")
+    if not config_only and not any(path.glob("*.safetensors")):
+        raise CheckpointError(f"{repo_id} has no safetensors weights; pickled weights are never loaded")
+    return path
+
+
+def hub_files(repo_id: str, wanted: list[str]) -> Path:
+    """The directory of some of a hub model's files."""
     import huggingface_hub
     from huggingface_hub import errors
 
-    wanted = _CONFIG_FILES if config_only else _MODEL_FILES
     try:
-        where = huggingface_hub.snapshot_download(repo_id, allow_patterns=wanted, ignore_patterns=_NEVER)
+        return Path(huggingface_hub.snapshot_download(repo_id, allow_patterns=wanted, ignore_patterns=_NEVER))
     except errors.HFValidationError as error:
         raise ModelNotFound(f"'{repo_id}' is not a hub id (owner/name)") from error
     except errors.GatedRepoError as error:
@@ -158,12 +157,6 @@ def hub_snapshot(repo_id: str, config_only: bool = False) -> Path:
             raise OutputError(f"cannot keep {repo_id} in the hub's cache: {error.strerror}") from error
         why = " ".join(str(error).split())[:160]
         raise ModelNotFound(f"{repo_id} could not be fetched from the hub: {why or type(error).__name__}") from error
-    path = Path(where)
-    if not (path / "config.json").is_file():
-        raise ModelNotFound(f"{repo_id} has no config.json: it is not a transformers model")
-    if not config_only and not any(path.glob("*.safetensors")):
-        raise CheckpointError(f"{repo_id} has no safetensors weights; pickled weights are never loaded")
-    return path
 
 
 def hub_config(repo_id: str) -> None:

@@ -24,7 +24,6 @@ from fathomlm.errors import OutputError
 
 UNSUPPORTED = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF}
 """What file systems answer that cannot sync a directory; there is nothing more to be done on them."""
-CHUNK = 1 << 20
 THRESHOLD = "threshold.json"
 """A calibrated threshold, beside the exits that it was calibrated for."""
 
@@ -71,11 +70,8 @@ def make_directories(path: Path) -> list[Path]:
 
 def checksum(path: Path) -> str:
     """The BLAKE2b of a file in 256 bits, as `b2sum -l 256` prints it; about a second a gigabyte."""
-    digest = hashlib.blake2b(digest_size=32)
     with path.open("rb") as file:
-        while chunk := file.read(CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=32)).hexdigest()
 
 
 SEAL = "checksum"

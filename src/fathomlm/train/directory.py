@@ -1,6 +1,6 @@
 """A run's directory: its checkpoints, `last` and `best`, what a killed run may have left half-done, where a run goes on (the
-newest checkpoint that verifies, if it belongs to the recipe), and the lock that keeps two runs from writing over each other's
-records and removing each other's checkpoints.
+newest checkpoint that verifies, if it belongs to the recipe), and the lock that keeps two runs from writing over each
+other's records and removing each other's checkpoints.
 
 `RUN/.lock` names the process that holds it. The lock itself is the operating system's (flock), which lets go of it however
 the process ends, so that a run that was killed is never in the way. Where the file system has no such locks, what the file

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from fathomlm.errors import DataError, OptionError, choices
+from fathomlm.errors import DataError, OptionError, choices, nearest
 from fathomlm.jsonfile import parse
 from fathomlm.packaged import packaged_texts, text_path
 from fathomlm.train.data.tokenizers import one_line, quiet_hub
@@ -289,9 +289,7 @@ def _fields(record: dict[str, Any], columns: tuple[str, ...], where: str) -> tup
 
 
 def _no_column(column: str, names: list[str], where: str) -> str:
-    near = difflib.get_close_matches(column, names, n=1)
-    hint = f" (did you mean '{near[0]}'?)" if near else ""
-    return f"{where}: no column '{column}'{hint}; it has: {', '.join(names[:12]) or 'none'}"
+    return f"{where}: no column '{column}'{nearest(column, names)}; it has: {', '.join(names[:12]) or 'none'}"
 
 
 def _module(name: str, source: DataSource) -> Any:

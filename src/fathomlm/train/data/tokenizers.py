@@ -14,8 +14,6 @@ from fathomlm.errors import DataError, FathomError, choices
 
 BYTES = "bytes"
 """The built-in tokenizer's name."""
-_TOKENIZER_FILES = ["config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"]
-_TOKENIZER_FILES += ["chat_template*", "*.model"]
 END = "<|endoftext|>"
 """What separates documents where a tokenizer has it."""
 
@@ -142,20 +140,15 @@ def _from_preset(name: str) -> Any | None:
 
 
 def _from_hub(repo_id: str) -> Any | None:
-    import huggingface_hub
-
+    from fathomlm.checkpoints.fetch import TOKENIZER_FILES, hub_files
     from fathomlm.checkpoints.huggingface import read_tokenizer
 
     try:
         with quiet_hub():
-            where = huggingface_hub.snapshot_download(repo_id, allow_patterns=_TOKENIZER_FILES, ignore_patterns=["*/*"])
-    except huggingface_hub.errors.LocalEntryNotFoundError as error:
-        raise DataError(
-            f"the tokenizer of {repo_id}: the hub cannot be reached, and no copy is cached (smollm2-135m needs no hub)"
-        ) from error
-    except Exception as error:  # what its HTTP client raises is not of one type across versions
-        raise DataError(f"the tokenizer of {repo_id} could not be downloaded from the hub: {one_line(error)}") from error
-    return read_tokenizer(Path(where))
+            where = hub_files(repo_id, TOKENIZER_FILES)
+    except FathomError as error:
+        raise DataError(f"the tokenizer of {error}") from error
+    return read_tokenizer(where)
 
 
 def _letters() -> list[str]:
