@@ -154,7 +154,7 @@ WRONG = {
     "layers differ": (UnsupportedModel, "differs from layer to layer", {"llama.attention.head_count": [4, 4, 2, 4, 4, 4]}),
     "narrow rotation": (UnsupportedModel, "rope.dimension_count is 4", {"llama.rope.dimension_count": 4}),
     "values of another width": (UnsupportedModel, "differ in width", {"llama.attention.value_length": 16}),
-    "no layers": (CheckpointError, "block_count must be an integer, got nothing", {"llama.block_count": None}),
+    "no layers": (CheckpointError, "is missing llama.block_count, which must be an integer", {"llama.block_count": None}),
     "too many layers": (CheckpointError, "block_count is 4,000,000,000, but", {"llama.block_count": 4_000_000_000}),
     "text for a number": (CheckpointError, "must be an integer, got 'six'", {"llama.block_count": "six"}),
     "no heads": (CheckpointError, "head_count must be > 0", {"llama.attention.head_count": 0}),

@@ -16,7 +16,7 @@ from fathomlm.checkpoints.native import native_config
 from fathomlm.depth import DepthPlan
 from fathomlm.errors import CheckpointError, OptionError
 from fathomlm.train.estimate import estimate
-from fathomlm.train.losses.healing import healing_loss, teacher_steps
+from fathomlm.train.losses.layerwise import healing_loss, teacher_steps
 from fathomlm.train.objective import Objective
 from fathomlm.train.reading import build_recipe
 from fathomlm.train.recipe import DistillRecipe, HealRecipe, LossRecipe, Recipe

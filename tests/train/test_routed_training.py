@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fathomlm.model.decoder import Decoder
 from fathomlm.model.route.trace import RoutingMeter
-from fathomlm.train.loop import prefetching
+from fathomlm.train.data.loader import prefetch
 from fathomlm.train.losses.head import IGNORE
 from fathomlm.train.losses.routing import routing_names
 from fathomlm.train.objective import Objective
@@ -21,7 +21,6 @@ from fathomlm.train.optim import build_optimizer, choose_trained, parameter_grou
 from fathomlm.train.recipe import BatchRecipe, LossRecipe, OptimizerRecipe, RoutingLossRecipe
 from fathomlm.train.report import SilentWatcher
 from fathomlm.train.run import TrainingRun, World
-from fathomlm.train.state import TrainingProgress
 from model.route.small import KV, model_of, padded, routed, some_tokens
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -142,7 +141,7 @@ def test_a_batch_may_be_split_into_any_micro_batches(
         split = dataclasses.replace(made, out=str(tmp_path / f"{micro}"), batch=BatchRecipe(sequences=4, micro=micro))
         run = TrainingRun(split, CPU, SilentWatcher())
         before = {key: value.clone() for key, value in run._student.decoder.state_dict().items()}
-        with prefetching(run._data.train, TrainingProgress(), CPU, micro) as batches:
+        with prefetch(run._data.train, micro=micro) as batches:
             for step in range(2):
                 run._stepper.step([next(batches) for _ in range(4 // micro)], step, wants_stop=False)
         found[micro] = run._student.decoder.state_dict()

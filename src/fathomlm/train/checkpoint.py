@@ -14,7 +14,8 @@ pickle, and nothing from a checkpoint is ever executed here.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -55,15 +56,11 @@ def save_checkpoint(
     needed = weight_bytes(model) * (1 if not optimizer.state else 3)
     place: Path | None = None
     with ExitStack() as stack:
-        failure: Exception | None = None
-        if world.first:
-            try:
+        with _failing_together(directory, world):
+            if world.first:
                 check_room(directory, needed)
                 place = stack.enter_context(whole_directory(directory, force=directory.exists()))
                 (place / "training").mkdir()
-            except (OSError, FathomError) as error:
-                failure = error
-        _fail_together(failure, directory, world)
         place = world.broadcast(place)
         assert place is not None
         # Whole tensors are gathered by all ranks together, before any of them can fail on its own.
@@ -72,36 +69,31 @@ def save_checkpoint(
             full = whole(value.detach())
             if world.first:
                 weights[name] = full.cpu()
-        files: dict[str, FileChecksum] = {}
-        try:
+        with _failing_together(directory, world):
             numbers = _write(place, model, weights, module, optimizer, world)
             files = _settle(place, world)
-        except (OSError, SafetensorError) as error:
-            failure = error
-        _fail_together(failure, directory, world)
         parts = world.gather(files)
-        try:
+        with _failing_together(directory, world):  # within the stack, which would put an unfinished checkpoint in place
             if world.first:
                 known = {name: entry for part in parts for name, entry in part.items()}
                 state = TrainingState(progress=progress, ranks=world.size, optimizer=numbers, recipe=recipe, files=known)
                 state.write(place)
-        except OSError as error:
-            failure = error
-        _fail_together(failure, directory, world)  # within the block, which would put an unfinished checkpoint in place
-        try:
+        with _failing_together(directory, world):
             stack.close()
-        except OutputError as error:
-            failure = error
-    _fail_together(failure, directory, world)
     return directory
 
 
-def _fail_together(failure: Exception | None, directory: Path, world: World) -> None:
-    """Raise on every rank what went wrong on any, so that none waits for one that has given up."""
+@contextmanager
+def _failing_together(directory: Path, world: World) -> Iterator[None]:
+    """What goes wrong within on any rank is raised on every one, so that none waits for one that has given up."""
+    failure: Exception | None = None
     text = None
-    if failure is not None:
-        ours = isinstance(failure, FathomError)
-        text = str(failure) if ours else f"cannot write {directory}: {failure}; nothing was left behind"
+    try:
+        yield
+    except FathomError as error:
+        failure, text = error, str(error)
+    except (OSError, SafetensorError) as error:
+        failure, text = error, f"cannot write {directory}: {error}; nothing was left behind"
     if (word := world.first_error(text)) is not None:
         raise OutputError(word) from failure
 

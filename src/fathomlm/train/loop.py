@@ -26,7 +26,7 @@ from fathomlm.errors import DataError
 from fathomlm.interrupts import on_signals
 from fathomlm.model.route.trace import RoutingMeter
 from fathomlm.train.captured import CapturedPass
-from fathomlm.train.data.loader import IGNORE, Batch, BatchLoader, Prefetched, prefetch
+from fathomlm.train.data.loader import IGNORE, Batch, BatchLoader
 from fathomlm.train.data.pairs import round_up
 from fathomlm.train.distributed import World, accumulating, whole
 from fathomlm.train.flops import Rates
@@ -221,17 +221,6 @@ def _validation_rows(loader: BatchLoader, start: int, count: int, rows: int) -> 
     past = torch.tensor([start + i >= rows for i in range(count)])
     batch = batch.pick(index)
     return replace(batch, targets_BT=batch.targets_BT.masked_fill(past[:, None], IGNORE))
-
-
-@contextmanager
-def prefetching(loader: BatchLoader, progress: TrainingProgress, world: World, micro: int) -> Iterator[Prefetched]:
-    """Micro-batches from where the run is."""
-    pin = world.device.type == "cuda"
-    batches = prefetch(loader, start=progress.rows, rank=world.rank, world=world.size, micro=micro, pin=pin)
-    try:
-        yield batches
-    finally:
-        batches.close()
 
 
 class SpeedMeter:

@@ -40,8 +40,7 @@ from fathomlm.train.losses.head import (
     head_loss,
     likeliest_tokens,
 )
-from fathomlm.train.losses.healing import healing_loss, teacher_steps
-from fathomlm.train.losses.layerwise import candidates, layerwise_loss, taught_layers
+from fathomlm.train.losses.layerwise import candidates, healing_loss, layerwise_loss, taught_layers, teacher_steps
 from fathomlm.train.losses.routing import openness, routing_names, routing_parts, smooth_openness
 from fathomlm.train.recipe import LossRecipe, RoutingLossRecipe
 from fathomlm.train.seq2seq import encode

@@ -209,7 +209,7 @@ class LayerwiseRecipe:
 @dataclass(frozen=True, kw_only=True)
 class HealRecipe:
     """Each step's output is drawn towards that of the teacher's layer in its place, after layers were tied or dropped:
-    losses/healing.py. Requires `distill`, whose source is the teacher."""
+    losses/layerwise.py. Requires `distill`, whose source is the teacher."""
 
     weight: float = option(1.0, gt=0)
     alone: bool = False

@@ -15,7 +15,7 @@ import torch
 from fathomlm.errors import TrainingError
 from fathomlm.model.seq2seq import FathomForSeq2SeqLM
 from fathomlm.train.checkpoint import load_checkpoint, save_checkpoint
-from fathomlm.train.data.loader import Prefetched
+from fathomlm.train.data.loader import Prefetched, prefetch
 from fathomlm.train.data.prepare import PreparationProgress
 from fathomlm.train.directory import (
     ResumePoint,
@@ -29,7 +29,7 @@ from fathomlm.train.directory import (
 )
 from fathomlm.train.distributed import World, choose_parallel, join, parallelize, whole
 from fathomlm.train.flops import Rates, forward_flops_per_token, model_flops_per_token
-from fathomlm.train.loop import PendingStep, SpeedMeter, Stepper, StepResult, prefetching, stop_requested
+from fathomlm.train.loop import PendingStep, SpeedMeter, Stepper, StepResult, stop_requested
 from fathomlm.train.objective import Objective
 from fathomlm.train.optim import build_optimizer, choose_trained, state_bytes_per_weight
 from fathomlm.train.recipe import Recipe
@@ -171,12 +171,17 @@ class TrainingRun:
         if reporter is not None and reporter.dropped is not None:
             self._watcher.note(reporter.dropped)
         try:
-            with stop_requested() as stop_event, prefetching(self._data.train, progress, world, self._micro) as batches:
+            with stop_requested() as stop_event, self._batches() as batches:
                 self._loop(batches, stop_event, reporter)
         finally:
             if reporter is not None:
                 reporter.close()
         return self._summary()
+
+    def _batches(self) -> Prefetched:
+        """Micro-batches from where the run is."""
+        ranks: dict[str, Any] = {"rank": self.world.rank, "world": self.world.size, "pin": self.world.device.type == "cuda"}
+        return prefetch(self._data.train, start=self._progress.rows, micro=self._micro, **ranks)
 
     def _loop(self, batches: Prefetched, stop_event: threading.Event, reporter: Reporter | None) -> None:
         """Step after step; results are read one step behind, except where something is due."""

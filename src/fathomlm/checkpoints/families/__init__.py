@@ -14,7 +14,6 @@ from fathomlm.checkpoints.families import (
     llama,
     looped,
     neox,
-    phi,
     qwen,
     t5,
 )
@@ -34,7 +33,7 @@ FAMILIES: dict[str, Family] = {
     "neox": neox.NEOX,
     "smollm3": llama.SMOLLM3,
     "granite": llama.GRANITE,
-    "phi3": phi.PHI3,
+    "phi3": llama.PHI3,
     "olmo2": llama.OLMO2,
     "nanbeige": looped.NANBEIGE,
     "ouro": looped.OURO,

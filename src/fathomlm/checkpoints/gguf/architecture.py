@@ -17,7 +17,8 @@ import torch
 
 from fathomlm.checkpoints.gguf.reader import GGUFFile
 from fathomlm.depth import Architecture, DepthPlan, Rope
-from fathomlm.errors import CheckpointError, OptionError, PlanError, UnsupportedModel
+from fathomlm.errors import CheckpointError, OptionError, PlanError, UnsupportedModel, is_number
+from fathomlm.jsonfile import REQUIRED, Fields
 
 _REFUSED = (
     "expert_count",
@@ -32,45 +33,46 @@ _USED = {"granite": ("logit_scale", "residual_scale", "embedding_scale"), "qwen3
 """Those of them that an architecture has a block for here."""
 
 
-class _Facts:
+SIZES = {
+    "layers": "block_count",
+    "hidden": "embedding_length",
+    "intermediate": "feed_forward_length",
+    "heads": "attention.head_count",
+    "kv_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "context": "context_length",
+}
+"""llama.cpp's keys for the sizes of an architecture."""
+
+
+class _Facts(Fields):
     """The metadata of one architecture, by key and of the type that is asked for."""
 
-    def __init__(self, file: GGUFFile, prefix: str) -> None:
+    __slots__ = ("file",)
+
+    def __init__(self, file: GGUFFile, name: str) -> None:
+        prefix = f"{name}."
+        own = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
+        super().__init__(own, str(file.path), error=CheckpointError, prefix=prefix)
         self.file = file
-        self._prefix = prefix
 
-    def get(self, key: str) -> Any:
-        return self.file.metadata.get(f"{self._prefix}.{key}")
-
-    def whole(self, key: str, default: int | None = None) -> int:
+    def whole(self, key: str, default: int = REQUIRED) -> int:
         """An integer; a list with one value for every layer stands for that value."""
-        value = self.get(key)
-        if value is None and default is not None:
-            return default
-        if isinstance(value, list) and value:
-            values = set(value)
-            if len(values) != 1:
-                raise UnsupportedModel(f"{self.file.path}: {self._prefix}.{key} differs from layer to layer")
-            value = values.pop()
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise self.wrong(key, "an integer")
-        return value
+        value = self.raw(key)
+        if not isinstance(value, list) or not value:
+            return self.integer(key, default=default)
+        if len(set(value)) != 1:
+            raise UnsupportedModel(f"{self.where}: {key} differs from layer to layer")
+        return self.replaced({key: value[0]}).integer(key)
 
-    def number(self, key: str, default: float | None = None) -> float:
-        value = self.get(key)
-        if value is None and default is not None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+    def positive(self, key: str, default: float = REQUIRED) -> float:
+        value = self.raw(key, default)
+        if not is_number(value) or value <= 0:
             raise self.wrong(key, "a number above 0")
         return float(value)
 
     def has(self, tensor: str) -> bool:
         return tensor in self.file.tensors
-
-    def wrong(self, key: str, rule: str) -> CheckpointError:
-        value = self.get(key)
-        got = "nothing" if value is None else repr(value)[:40]
-        return CheckpointError(f"{self.file.path}: {self._prefix}.{key} must be {rule}, got {got}")
 
 
 def read_architecture(file: GGUFFile) -> tuple[Architecture, DepthPlan]:
@@ -86,9 +88,9 @@ def read_architecture(file: GGUFFile) -> tuple[Architecture, DepthPlan]:
     if (parts := file.metadata.get("split.count")) not in (None, 0, 1):
         raise UnsupportedModel(f"{file.path}: one of {parts} parts; join them first (llama-gguf-split --merge)")
     for key in _REFUSED:
-        if facts.get(key) and key not in _USED.get(name, ()):
+        if facts.raw(key) and key not in _USED.get(name, ()):
             raise UnsupportedModel(f"{file.path}: {name}.{key} is set, which is not supported")
-    layers = facts.whole("block_count")
+    layers = facts.whole(SIZES["layers"])
     blocks = {match[1] for tensor in file.tensors if (match := re.match(r"blk\.(\d+)\.", tensor))}
     if layers != len(blocks):
         raise CheckpointError(
@@ -107,29 +109,25 @@ def _common(facts: _Facts, norm: str = "layer_norm_rms_epsilon", partial_rotary:
     embedding = facts.file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise CheckpointError(f"{path}: incomplete: it has no table of token embeddings (token_embd.weight)")
-    hidden, heads = facts.whole("embedding_length"), facts.whole("attention.head_count")
+    hidden, heads = facts.whole(SIZES["hidden"]), facts.whole(SIZES["heads"])
     if heads < 1:
-        raise facts.wrong("attention.head_count", "> 0")
-    head_dim = facts.whole("attention.key_length", hidden // heads)
+        raise facts.wrong(SIZES["heads"], "> 0")
+    usual = {"kv_heads": heads, "head_dim": hidden // heads}
+    sizes = {field: facts.whole(key, usual.get(field, REQUIRED)) for field, key in SIZES.items()}
+    head_dim = sizes["head_dim"]
     rotary_dim = facts.whole("rope.dimension_count", head_dim)
     if facts.whole("attention.value_length", head_dim) != head_dim:
         raise UnsupportedModel(f"{path}: a head's keys and values differ in width, which is not supported")
     if not 0 < rotary_dim <= head_dim or (rotary_dim != head_dim and not partial_rotary):
         raise UnsupportedModel(f"{path}: rope.dimension_count is {rotary_dim}, but each head has {head_dim}")
     return {
-        "layers": facts.whole("block_count"),
-        "hidden": hidden,
-        "intermediate": facts.whole("feed_forward_length"),
-        "heads": heads,
-        "kv_heads": facts.whole("attention.head_count_kv", heads),
-        "head_dim": head_dim,
+        **sizes,
         "rotary_fraction": rotary_dim / head_dim,
         "vocab": embedding.shape[0],
-        "context": facts.whole("context_length"),
         "tied_embeddings": not facts.has("output.weight"),
-        "norm_eps": _decimal(facts.number(f"attention.{norm}")),
+        "norm_eps": _decimal(facts.positive(f"attention.{norm}")),
         "rope": _rope(facts, head_dim),
-        "attention_scale": _decimal(facts.number("attention.scale")) if facts.get("attention.scale") else None,
+        "attention_scale": _decimal(facts.positive("attention.scale")) if facts.raw("attention.scale") else None,
     }
 
 
@@ -161,9 +159,9 @@ def _smollm3(facts: _Facts) -> Architecture:
 def _granite(facts: _Facts) -> Architecture:
     return dataclasses.replace(
         _llama(facts, "granite"),
-        embedding_scale=_decimal(facts.number("embedding_scale", 1.0)),
-        residual_scale=_decimal(facts.number("residual_scale", 1.0)),
-        head_scale=1 / _decimal(facts.number("logit_scale", 1.0)),
+        embedding_scale=_decimal(facts.positive("embedding_scale", 1.0)),
+        residual_scale=_decimal(facts.positive("residual_scale", 1.0)),
+        head_scale=1 / _decimal(facts.positive("logit_scale", 1.0)),
     )
 
 
@@ -208,7 +206,7 @@ def _gemma3(facts: _Facts) -> Architecture:
         activation="gelu_tanh",
         residual="sandwich",
         qk_norm=True,
-        local_rope=Rope(theta=facts.number("rope.freq_base_swa", 10_000.0)),
+        local_rope=Rope(theta=facts.positive("rope.freq_base_swa", 10_000.0)),
         windows=tuple(None if (i + 1) % 6 == 0 else window for i in range(traits["layers"])),
         embedding_scale=traits["hidden"] ** 0.5,
         **traits,
@@ -221,7 +219,7 @@ def _neox(facts: _Facts) -> Architecture:
         norm="layer",
         activation="gelu",
         gated=False,
-        residual="pre" if facts.get("use_parallel_residual") is False else "parallel",
+        residual="pre" if facts.raw("use_parallel_residual") is False else "parallel",
         qkv_bias=facts.has("blk.0.attn_qkv.bias"),
         o_bias=facts.has("blk.0.attn_output.bias"),
         mlp_bias=True,
@@ -237,7 +235,7 @@ def _nanbeige(facts: _Facts) -> Architecture:
 def _plan(facts: _Facts, architecture: Architecture) -> DepthPlan:
     loops = facts.whole("num_loops", 1) if architecture.family == "nanbeige" else 1
     plan = DepthPlan.build("cycle", loops, architecture.layers)
-    return plan if loops == 1 or facts.get("skip_loop_final_norm") else plan.with_loop_norm()
+    return plan if loops == 1 or facts.raw("skip_loop_final_norm") else plan.with_loop_norm()
 
 
 _FAMILIES: dict[str, Callable[[_Facts], Architecture]] = {
@@ -256,9 +254,9 @@ _FAMILIES: dict[str, Callable[[_Facts], Architecture]] = {
 
 
 def _rope(facts: _Facts, head_dim: int) -> Rope:
-    theta = facts.number("rope.freq_base", 10_000.0)
-    kind = facts.get("rope.scaling.type")
-    factor = facts.number("rope.scaling.factor", facts.number("rope.scale_linear", 1.0))
+    theta = facts.positive("rope.freq_base", 10_000.0)
+    kind = facts.raw("rope.scaling.type")
+    factor = facts.positive("rope.scaling.factor", facts.positive("rope.scale_linear", 1.0))
     if kind not in (None, "none", "linear"):
         raise UnsupportedModel(f"{facts.file.path}: unknown rotary scaling {kind!r:.40}; known: none, linear, llama3")
     if facts.has("rope_freqs.weight"):

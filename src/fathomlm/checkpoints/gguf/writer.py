@@ -22,7 +22,7 @@ from torch import Tensor
 from fathomlm.checkpoints.assemble import OnProgress, end_ids, telling
 from fathomlm.checkpoints.export import check_exports, check_loops, merged_layer, stored_layers
 from fathomlm.checkpoints.gguf import INTERLEAVED, stored_name
-from fathomlm.checkpoints.gguf.architecture import divisors_llama3, read_architecture
+from fathomlm.checkpoints.gguf.architecture import SIZES, divisors_llama3, read_architecture
 from fathomlm.checkpoints.gguf.reader import GGUFFile
 from fathomlm.checkpoints.gguf.tokenizer import tokenizer_metadata
 from fathomlm.checkpoints.writing import check_room, whole_file
@@ -104,13 +104,8 @@ def _metadata(a: Architecture, plan: DepthPlan, name: str) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "general.type": "model",
         "general.quantization_version": gguf.GGML_QUANT_VERSION,
-        f"{name}.block_count": plan.unique_layers,
-        f"{name}.context_length": a.context,
-        f"{name}.embedding_length": a.hidden,
-        f"{name}.feed_forward_length": a.intermediate,
-        f"{name}.attention.head_count": a.heads,
-        f"{name}.attention.head_count_kv": a.kv_heads,
-        f"{name}.attention.key_length": a.head_dim,
+        **{f"{name}.{key}": getattr(a, field) for field, key in SIZES.items()},
+        f"{name}.{SIZES['layers']}": plan.unique_layers,
         f"{name}.attention.value_length": a.head_dim,
         f"{name}.attention.{norm}": float(a.norm_eps),
         f"{name}.rope.dimension_count": a.rotary_dim,
