@@ -21,7 +21,7 @@ from fathomlm.depth.dropping import DropOptions
 from fathomlm.errors import DataError, OptionError
 from fathomlm.options import like, option
 from fathomlm.packaged import packaged_path
-from fathomlm.train.data.options import PrepareOptions
+from fathomlm.train.data import PrepareOptions
 
 if TYPE_CHECKING:
     from fathomlm.checkpoints.activations import Activations

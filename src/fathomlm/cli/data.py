@@ -18,7 +18,7 @@ from fathomlm.cli.display import progress_bar, rich_bar
 from fathomlm.cli.first import check_text
 from fathomlm.options import like, option
 from fathomlm.sizes import amount
-from fathomlm.train.data.options import PrepareOptions
+from fathomlm.train.data import PrepareOptions
 
 if TYPE_CHECKING:
     from fathomlm.train.data.corpus import Corpus

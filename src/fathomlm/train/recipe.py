@@ -17,7 +17,7 @@ from fathomlm.depth.plan import KVMode
 from fathomlm.depth.routing import RouterOptions
 from fathomlm.options import like, option
 from fathomlm.sizes import Amount, parse_amount
-from fathomlm.train.data.options import PrepareOptions
+from fathomlm.train.data import PrepareOptions
 from fathomlm.train.losses.divergence import DIVERGENCES
 
 Recompute = Literal["none", "inner", "recursion", "layer"]

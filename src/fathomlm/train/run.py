@@ -123,6 +123,8 @@ class TrainingRun:
         self._live: Record = {}
         self._validated: int | None = None
         self._exits: dict[str, float] = {}
+        self._reporter: Reporter | None = None
+        """Of the first rank, while it trains."""
         self._build()
 
     def _build(self) -> None:
@@ -167,15 +169,16 @@ class TrainingRun:
         """Start, or go on, and train to the end of the budget or to a request to stop."""
         self._start(resume)
         recipe, world, progress = self.recipe, self.world, self._progress
-        reporter = Reporter(self.directory, recipe, after_step=progress.step) if world.first else None
-        if reporter is not None and reporter.dropped is not None:
-            self._watcher.note(reporter.dropped)
+        if world.first:
+            self._reporter = Reporter(self.directory, recipe, after_step=progress.step)
+            if self._reporter.dropped is not None:
+                self._watcher.note(self._reporter.dropped)
         try:
             with stop_requested() as stop_event, self._batches() as batches:
-                self._loop(batches, stop_event, reporter)
+                self._loop(batches, stop_event)
         finally:
-            if reporter is not None:
-                reporter.close()
+            if self._reporter is not None:
+                self._reporter.close()
         return self._summary()
 
     def _batches(self) -> Prefetched:
@@ -183,11 +186,11 @@ class TrainingRun:
         ranks: dict[str, Any] = {"rank": self.world.rank, "world": self.world.size, "pin": self.world.device.type == "cuda"}
         return prefetch(self._data.train, start=self._progress.rows, micro=self._micro, **ranks)
 
-    def _loop(self, batches: Prefetched, stop_event: threading.Event, reporter: Reporter | None) -> None:
+    def _loop(self, batches: Prefetched, stop_event: threading.Event) -> None:
         """Step after step; results are read one step behind, except where something is due."""
         progress, stop = self._progress, False
         if self.recipe.evaluate.first and progress.step == 0:
-            self._validate(reporter)
+            self._validate()
         behind: PendingStep | None = None
         micro_steps = self._length.rows_per_step // self.world.size // self._micro
         while progress.step < self._length.steps and not stop:
@@ -204,10 +207,10 @@ class TrainingRun:
                     result, behind = pending.read(), None
                     stop |= self._judge(result, progress.step)
             if due:
-                self._attend(result, stop, reporter)
+                self._attend(result, stop)
             self._watcher.step(progress.step, self._length.steps, self._live)
         if self.world.broadcast(progress.step not in self._place.saved()):
-            self._save(reporter)
+            self._save()
 
     def _is_due(self, step: int) -> bool:
         recipe = self.recipe
@@ -229,23 +232,23 @@ class TrainingRun:
             )
         return result.stop
 
-    def _attend(self, result: StepResult, stop: bool, reporter: Reporter | None) -> None:
+    def _attend(self, result: StepResult, stop: bool) -> None:
         """What is due after a step: a record, a validation, a checkpoint."""
         recipe, step = self.recipe, self._progress.step
         done = step == self._length.steps
         if step % recipe.log.every == 0 or step == 1 or done or stop or result.skipped:
-            self._record(result, reporter)
+            self._record(result)
         if recipe.evaluate.every and step % recipe.evaluate.every == 0:
-            self._validate(reporter)
+            self._validate()
         if step % recipe.checkpoint.every == 0 or step in recipe.checkpoint.milestones or done or stop:
-            self._save(reporter)
+            self._save()
 
     @property
     def _heals_alone(self) -> bool:
         heal = self.recipe.loss.heal
         return heal is not None and heal.alone
 
-    def _record(self, result: StepResult, reporter: Reporter | None) -> None:
+    def _record(self, result: StepResult) -> None:
         progress = self._progress
         record: Record = self._stamp("train") | {
             "loss": result.loss,
@@ -255,9 +258,11 @@ class TrainingRun:
             "skipped": progress.skipped,
         }
         self._rates = self._meter.read()
-        record |= self._rates
-        if reporter is not None:
-            reporter.write(record)
+        self._tell(record | self._rates)
+
+    def _tell(self, record: Record) -> None:
+        if self._reporter is not None:
+            self._reporter.write(record)
         self._watcher.record(record)
 
     def _stamp(self, kind: str) -> Record:
@@ -271,7 +276,7 @@ class TrainingRun:
             "flops": float(self._forward_flops) * progress.tokens,
         }
 
-    def _validate(self, reporter: Reporter | None) -> None:
+    def _validate(self) -> None:
         progress = self._progress
         if self._data.validation is None or self._validated == progress.step:
             return
@@ -286,14 +291,12 @@ class TrainingRun:
             "best": _is_better(parts["next_token"], progress.best),
         }
         self._validated, self._exits = progress.step, exits
-        if reporter is not None:
-            reporter.write(record)
-        self._watcher.record(record)
+        self._tell(record)
 
-    def _save(self, reporter: Reporter | None) -> None:
+    def _save(self) -> None:
         """Validate if that was not just done, write a checkpoint, move `last` and `best`, remove the old."""
         recipe, progress = self.recipe, self._progress
-        self._validate(reporter)
+        self._validate()
         value = progress.validation
         better = recipe.checkpoint.best and value is not None and _is_better(value, progress.best)
         if better:
@@ -305,8 +308,8 @@ class TrainingRun:
             exits=dict(self._exits),
             data=data_fingerprint(self._data.corpus),
         )
-        if reporter is not None:
-            reporter.sync()  # a run that goes on from this checkpoint has the records up to it
+        if self._reporter is not None:
+            self._reporter.sync()  # a run that goes on from this checkpoint has the records up to it
         save_checkpoint(
             target, self._student, self._objective, self._optimizer, progress, dataclasses.asdict(recipe), self.world
         )

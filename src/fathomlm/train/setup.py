@@ -20,10 +20,10 @@ from fathomlm.errors import DataError, OptionError
 from fathomlm.model.encoder import build_encoder
 from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomModel
 from fathomlm.sizes import parse_amount
+from fathomlm.train.data import PrepareOptions
 from fathomlm.train.data.corpus import Corpus
 from fathomlm.train.data.frequent import frequent_in_corpus
 from fathomlm.train.data.loader import BatchLoader, Loader
-from fathomlm.train.data.options import PrepareOptions
 from fathomlm.train.data.pairs import PairLoader
 from fathomlm.train.data.prepare import PreparationProgress, prepare
 from fathomlm.train.distributed import World
@@ -62,16 +62,9 @@ def open_data(recipe: Recipe, world: World, on_prepare: Callable[[PreparationPro
     if not check_corpus(data, alone=world.size == 1):
         prepare(_prepare_options(data), on_prepare)
     corpus = Corpus.open(data.path)
-    world.on_first(lambda: _verify(corpus, data.verify))
+    world.on_first(lambda: corpus.check(data.verify))
     validation = make_loader(recipe, corpus, "validation") if corpus.has("validation") else None
     return TrainingData(corpus, make_loader(recipe, corpus, "train"), validation)
-
-
-def _verify(corpus: Corpus, how: bool | str) -> None:
-    if how in (True, "full"):
-        corpus.verify()
-    elif how == "sample":
-        corpus.verify_sample()
 
 
 def make_loader(recipe: Recipe, corpus: Corpus, split: str) -> BatchLoader:

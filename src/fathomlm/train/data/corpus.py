@@ -41,11 +41,15 @@ class Corpus:
             raise DataError(f"{path} is incomplete; run the same `fathomlm data prepare` again to resume it")
         check_sizes(path, manifest)
         corpus = cls(path=path, manifest=manifest)
-        if verify == "full":
-            corpus.verify()
-        elif verify == "sample":
-            corpus.verify_sample()
+        corpus.check(verify)
         return corpus
+
+    def check(self, verify: bool | Verify) -> None:
+        """Verify everything, a sample, or nothing."""
+        if verify in (True, "full"):
+            self.verify()
+        elif verify == "sample":
+            self.verify_sample()
 
     @property
     def checksum(self) -> str:

@@ -19,10 +19,10 @@ from typing import Any
 
 from fathomlm.checkpoints.writing import remove_empty, sync_directory, whole_directory
 from fathomlm.errors import DataError, OutputError
+from fathomlm.train.data import PrepareOptions
 from fathomlm.train.data.corpus import TOKENIZER, Corpus, check_sizes
 from fathomlm.train.data.encoding import LOTS, Encoded, EncoderSettings, encode_in_order
 from fathomlm.train.data.manifest import FILE, SPLITS, Cursor, Manifest
-from fathomlm.train.data.options import PrepareOptions
 from fathomlm.train.data.shards import ShardWriter
 from fathomlm.train.data.sources import Document, DocumentLimit, expand, read
 from fathomlm.train.data.tokenizers import find_tokenizer, fingerprint, separator_id, vocab_size
