@@ -24,7 +24,7 @@ from fathomlm.errors import OptionError
 from fathomlm.lab.bench.workload import WORKLOADS, shape_of
 from fathomlm.options import ChecksFirst, like, option, section
 from fathomlm.sizes import MEGABYTE
-from fathomlm.train.data.options import PrepareOptions
+from fathomlm.train.data import PrepareOptions
 
 DEPTHS = "part of the tokens that runs each recursion, such as 1,0.67,0.33"
 PEERS = ("vanilla", "transformers")
