@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
+from fathomlm.checkpoints.assemble import empty_model
 from fathomlm.checkpoints.native import quantized_names
-from fathomlm.model.hub import FathomConfig, FathomForCausalLM, empty_model
+from fathomlm.model.hub import FathomConfig, FathomForCausalLM
 from fathomlm.train.estimate import estimate
 from fathomlm.train.reading import read_recipe
 from fathomlm.train.schedule import LearningRate

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,11 +77,18 @@ class HuggingFaceCheckpoint:
 
     def _refuse_strangers(self) -> None:
         """A tensor without a place here means that the model computes something that our block does not."""
-        names = list(parameter_shapes(self.architecture, self.plan))
+        more = sorted(name for name in set(self._shards.names()) - self._known() if not COMPUTED.search(name))
+        if more:
+            kind = f"in a {self._family.model_type} model"
+            raise UnsupportedModel(
+                f"{self._directory}: {len(more)} tensor(s) are unexpected {kind}, the first is '{more[0]}'"
+            )
+
+    def _known(self) -> set[str]:
+        """What the files may hold."""
+        names = parameter_shapes(self.architecture, self.plan)
         stored = {hf_name(self._family, stored_as(self._family, name)[0]) for name in names}
-        known = {each for name in stored for each in self._numbered(name)} | {hf_name(self._family, "head.weight")}
-        more = sorted(name for name in set(self._shards.names()) - known if not COMPUTED.search(name))
-        refuse_tensors(self._directory, self._family, more)
+        return {each for name in stored for each in self._numbered(name)} | {hf_name(self._family, "head.weight")}
 
 
 def stored_as(family: Family, name: str) -> tuple[str, str | None]:
@@ -94,14 +100,6 @@ def stored_as(family: Family, name: str) -> tuple[str, str | None]:
     module, _, end = rest.rpartition(".")
     fusion = family.fusion(module, end)
     return (name, None) if fusion is None else (f"layers.{number}.{fusion.name}.{end}", module)
-
-
-def refuse_tensors(directory: Path, family: Family, more: Sequence[str]) -> None:
-    """An error where a checkpoint has tensors (`more`, sorted) that a model of its family has no place for."""
-    if more:
-        raise UnsupportedModel(
-            f"{directory}: {len(more)} tensor(s) are unexpected in a {family.model_type} model, the first is '{more[0]}'"
-        )
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -121,10 +119,6 @@ def plan_from_config(config: dict[str, Any], where: str) -> tuple[Architecture, 
         return architecture, family.plan(fields, architecture)
     except FathomError as error:
         raise error if str(error).startswith(where) else type(error)(f"{where}: {error}") from error
-
-
-def architecture_from_config(config: dict[str, Any], where: str) -> Architecture:
-    return plan_from_config(config, where)[0]
 
 
 def tokens_of(directory: Path, config: dict[str, Any]) -> TokenIds:
@@ -208,7 +202,7 @@ class Seq2SeqCheckpoint(HuggingFaceCheckpoint):
     is the embedding is read off the weights, as transformers does."""
 
     def _lay_out(self) -> None:
-        architecture = architecture_from_config(self._config, str(self._directory))
+        architecture = plan_from_config(self._config, str(self._directory))[0]
         self._shards.check_layers(architecture.layers)
         try:
             self.encoder = encoder_record(self._config)
@@ -238,20 +232,17 @@ class Seq2SeqCheckpoint(HuggingFaceCheckpoint):
         other, embedding = self._shards.get(name), self._shards.get(self._embedding)
         return other.shape == embedding.shape and torch.equal(other, embedding)
 
-    def _refuse_strangers(self) -> None:
-        """A tensor without a place here means that the model computes something that our block does not."""
+    def _known(self) -> set[str]:
         for name in EMBEDDINGS:
             if not self._one_matrix(name):
                 raise UnsupportedModel(f"{self._directory}: '{name}' is not '{self._embedding}'; here they are one matrix")
-        known = {hf_name(self._family, name) for name in parameter_shapes(self.architecture)}
         with torch.device("meta"):
-            known |= {f"encoder.{name}" for name in build_encoder(self.encoder or {}).state_dict()}
-        known |= {*EMBEDDINGS, *NEVER_READ, "lm_head.weight"}
-        refuse_tensors(self._directory, self._family, sorted(set(self._shards.names()) - known))
+            encoder = {f"encoder.{name}" for name in build_encoder(self.encoder or {}).state_dict()}
+        return super()._known() | encoder | {*EMBEDDINGS, *NEVER_READ}
 
 
 def seq2seq_architecture(directory: Path, config: dict[str, Any]) -> Architecture:
     """The decoder's architecture without reading its weights; what they say of the head is used where they are there."""
     if (directory / SINGLE).is_file() or (directory / INDEX).is_file():
         return Seq2SeqCheckpoint(directory, config).architecture
-    return architecture_from_config(config, str(directory))
+    return plan_from_config(config, str(directory))[0]

@@ -344,15 +344,9 @@ class HubKV:
         return make()
 
 
-def empty_model(config: FathomConfig) -> FathomForCausalLM:
-    """A model whose weights are not allocated yet; they are assigned as they are read."""
-    with torch.device("meta"):
-        return FathomForCausalLM(config)
-
-
 AutoConfig.register("fathomlm", FathomConfig)
 AutoModelForCausalLM.register(FathomConfig, FathomForCausalLM)
 # The Trainer's label smoothing shifts the labels of the classes that are named here, and takes those of others as they are.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault("fathomlm", FathomForCausalLM.__name__)
 
-__all__ = ["FathomConfig", "FathomForCausalLM", "HubCache", "Shell", "check_outputs", "empty_model", "wanted_states"]
+__all__ = ["FathomConfig", "FathomForCausalLM", "HubCache", "Shell", "check_outputs", "wanted_states"]

@@ -271,26 +271,22 @@ def run_lock(directory: Path, world: World, note: Callable[[str], None]) -> Iter
 
 
 def _take(directory: Path, note: Callable[[str], None]) -> int:
-    with writing(directory):
-        return _taken(directory, note)
-
-
-def _taken(directory: Path, note: Callable[[str], None]) -> int:
-    make_directories(directory)
     path = directory / NAME
-    while True:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            _lock(handle, directory, note)
-            with suppress(FileNotFoundError):
-                if os.stat(path).st_ino == os.fstat(handle).st_ino:
-                    os.ftruncate(handle, 0)
-                    os.pwrite(handle, f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
-                    return handle
-        except BaseException:
-            os.close(handle)
-            raise
-        os.close(handle)  # its holder removed the file after we had opened it: there is another, or none, by now
+    with writing(directory):
+        make_directories(directory)
+        while True:
+            handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                _lock(handle, directory, note)
+                with suppress(FileNotFoundError):
+                    if os.stat(path).st_ino == os.fstat(handle).st_ino:
+                        os.ftruncate(handle, 0)
+                        os.pwrite(handle, f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
+                        return handle
+            except BaseException:
+                os.close(handle)
+                raise
+            os.close(handle)  # its holder removed the file after we had opened it: there is another, or none, by now
 
 
 def _lock(handle: int, directory: Path, note: Callable[[str], None]) -> None:

@@ -31,7 +31,7 @@ from fathomlm.errors import OptionError, UnsupportedModel
 from fathomlm.lab.bench.options import PlannedModelOptions
 from fathomlm.lab.bench.play import RequestTimes, WorkloadRun
 from fathomlm.lab.bench.workload import Workload
-from fathomlm.model.hub import FathomConfig, FathomForCausalLM, empty_model
+from fathomlm.model.hub import FathomConfig, FathomForCausalLM
 
 
 def engine_device(text: str) -> torch.device:
@@ -87,7 +87,8 @@ def random_model(
 ) -> FathomForCausalLM:
     """A model that was never trained. Time does not depend on weights, but for what they decide: where depth is to be a
     trained model's, force it."""
-    model = empty_model(FathomConfig.of(architecture, plan, relaxation, dtype=dtype))
+    with torch.device("meta"):
+        model = FathomForCausalLM(FathomConfig.of(architecture, plan, relaxation, dtype=dtype))
     model = model.to(dtype).to_empty(device=device)
     torch.manual_seed(seed)  # what has no generator of its own draws from torch's
     model.decoder.reset_parameters(generator=torch.Generator(device).manual_seed(seed))
