@@ -17,6 +17,7 @@ from fathomlm.depth import Architecture, DepthPlan
 from fathomlm.errors import FathomError
 from fathomlm.model.hub import FathomConfig, FathomForCausalLM
 from fathomlm.train import checkpoint as checkpoint_module
+from fathomlm.train import directory as directory_module
 from fathomlm.train import report as report_module
 from fathomlm.train.checkpoint import load_checkpoint, save_checkpoint
 from fathomlm.train.data.corpus import Corpus
@@ -153,7 +154,7 @@ def test_a_power_cut_at_every_call(whole, tmp_path):
 
 def test_a_power_cut_would_be_seen_if_nothing_were_synced(tmp_path, monkeypatch):
     """The proof of the test above: with the syncs taken out, cuts leave checkpoints that are zeros, or none."""
-    for module in (writing, checkpoint_module, report_module):
+    for module in (writing, checkpoint_module, directory_module, report_module):
         for name in ("sync_file", "sync_directory", "sync_tree"):
             monkeypatch.setattr(module, name, lambda path: None, raising=False)
     root = tmp_path / "disk"

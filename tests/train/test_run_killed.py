@@ -19,6 +19,7 @@ from fathomlm.train import checkpoint as checkpoint_module
 from fathomlm.train import directory as directory_module
 from fathomlm.train import run as run_module
 from fathomlm.train.checkpoint import load_checkpoint
+from fathomlm.train.directory import point
 from fathomlm.train.report import Reporter, SilentWatcher, read_records
 from fathomlm.train.run import TrainingRun, train
 
@@ -90,7 +91,7 @@ def while_removing_the_old():
         (Path(path) / "training/state.json").unlink()
         die()
 
-    checkpoint_module.shutil.rmtree = half
+    directory_module.shutil.rmtree = half
 
 
 def in_the_middle_of_a_record():
@@ -206,4 +207,4 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_starts_anew(recipe, w
 
 def test_the_kills_above_do_not_reach_this_process():
     assert run_module.load_checkpoint is load_checkpoint
-    assert directory_module.point is checkpoint_module.point
+    assert directory_module.point is point
