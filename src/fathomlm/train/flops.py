@@ -20,9 +20,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from fathomlm.depth import Architecture, DepthPlan, Relaxation
 from fathomlm.depth.cost import count, encoder_flops, linear_weights
 from fathomlm.errors import OptionError, choices
+from fathomlm.model.encoder import build_encoder
 from fathomlm.train.losses.exits import early_outputs
 from fathomlm.train.recipe import DataRecipe, HardwareRecipe, Recipe
 from fathomlm.train.schedule import row_length
@@ -99,10 +102,6 @@ def _exit_weights(spec: StudentSpec) -> int:
 
 def encoder_weights(record: Mapping[str, Any]) -> int:
     """Of all linears of the encoder that a record describes."""
-    import torch
-
-    from fathomlm.model.encoder import build_encoder
-
     with torch.device("meta"):
         linears = [module for module in build_encoder(record).modules() if isinstance(module, torch.nn.Linear)]
     return sum(linear.weight.numel() for linear in linears)

@@ -5,21 +5,21 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from fathomlm.checkpoints.resolve import architecture_of, encoder_of
 from fathomlm.checkpoints.tying import CALIBRATED
 from fathomlm.depth import Architecture, DepthPlan, ExitParts, Relaxation
 from fathomlm.depth.dropping import MEASURED, kept_layers
 from fathomlm.depth.presets import PRESETS, T5_FAMILIES, with_t5_traits
 from fathomlm.depth.relaxation import RELAXATIONS, build_relaxation, check_fits
 from fathomlm.errors import OptionError
+from fathomlm.model.decoder import Decoder
 from fathomlm.train.losses.exits import exited_plan
 from fathomlm.train.reading import read_recipe, yet_to_come
 from fathomlm.train.recipe import ModelRecipe, Recipe
 from fathomlm.train.schedule import row_length
-
-if TYPE_CHECKING:
-    from fathomlm.model.decoder import Decoder
+from fathomlm.train.seq2seq import read_encoder
 
 NO_EXITS = ExitParts()
 
@@ -50,8 +50,6 @@ class StudentSpec:
 
     def build_decoder(self, plan: DepthPlan | None = None) -> Decoder:
         """The decoder, on the default device; another plan than its own only where that has the same layers."""
-        from fathomlm.model.decoder import Decoder
-
         exits = self.exits
         return Decoder(
             self.architecture,
@@ -86,7 +84,7 @@ def read_student(recipe: Recipe, *, foresee: bool = False, source: StudentSpec |
             plan, relaxation = lay_plan(model, architecture)
     check_rows(recipe, architecture)
     check_plan(recipe, plan)
-    encoder = _encoder(model, architecture)
+    encoder = read_encoder(model, architecture)
     exits = recipe.loss.exits
     if exits is None:
         return StudentSpec(architecture=architecture, plan=plan.with_exits(()), relaxation=relaxation, encoder=encoder)
@@ -120,11 +118,7 @@ def read_teacher(recipe: Recipe, *, foresee: bool = False) -> StudentSpec | None
     if recipe.loss.distill is None:
         return None
     architecture, plan, relaxation = read_source(recipe.loss.distill.source, foresee=foresee)
-    encoder = None
-    if architecture.cross:
-        from fathomlm.checkpoints.resolve import encoder_of
-
-        encoder = encoder_of(recipe.loss.distill.source)
+    encoder = encoder_of(recipe.loss.distill.source) if architecture.cross else None
     plan = plan or DepthPlan.vanilla(architecture.layers)
     return StudentSpec(architecture=architecture, plan=plan, relaxation=relaxation, encoder=encoder)
 
@@ -226,24 +220,14 @@ def check_rows(recipe: Recipe, architecture: Architecture) -> None:
 
 
 def read_source(source: str, *, foresee: bool = False) -> tuple[Architecture, DepthPlan | None, Relaxation | None]:
-    """What a source's configuration says; presets answer without torch or a file. With `foresee`, a model that a shipped
+    """What a source's configuration says; presets answer without a file. With `foresee`, a model that a shipped
     recipe has yet to make is what that recipe says."""
     if source in PRESETS and not Path(source).exists():
         return PRESETS[source].architecture, PRESETS[source].plan, None
     if foresee and (name := yet_to_come(source)) is not None:
         made = read_student(read_recipe(name), foresee=True)
         return made.architecture, made.plan.with_exits(()), made.relaxation
-    from fathomlm.checkpoints.resolve import architecture_of
-
     return architecture_of(source)
-
-
-def _encoder(model: ModelRecipe, architecture: Architecture) -> dict[str, Any] | None:
-    if not architecture.cross and model.encoder is None:
-        return None
-    from fathomlm.train.seq2seq import read_encoder
-
-    return read_encoder(model, architecture)
 
 
 def scratch_architecture(model: ModelRecipe, vocab: int | None) -> Architecture:
