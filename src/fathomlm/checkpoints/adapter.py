@@ -11,6 +11,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from fathomlm.checkpoints.families import family_for, hf_name
@@ -77,9 +79,6 @@ def _refuse_unknown(config: Fields) -> None:
 
 def _pairs(path: Path, rank: int) -> dict[str, tuple[Tensor, Tensor]]:
     """By the name of a linear: A (rank, in) and B (out, rank)."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
     try:
         found = load_file(path / WEIGHTS)
     except (OSError, SafetensorError) as error:

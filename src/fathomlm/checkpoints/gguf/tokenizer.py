@@ -13,6 +13,9 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
 from fathomlm.checkpoints.gguf.reader import GGUFFile
 from fathomlm.depth import Architecture
 from fathomlm.errors import CheckpointError, OptionError, UnsupportedModel
@@ -76,8 +79,6 @@ def build_tokenizer(file: GGUFFile, architecture: Architecture) -> Any | None:
 
 def _byte_level(metadata: dict[str, Any], architecture: Architecture) -> Any:
     """Byte-level BPE, as GPT-2 began it."""
-    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
-
     cut = _CUTS[metadata.get("tokenizer.ggml.pre", "default")]
     vocab = {token: index for index, token in enumerate(metadata["tokenizer.ggml.tokens"])}
     merges = [tuple(merge.split(" ")) for merge in metadata.get("tokenizer.ggml.merges", ())]
@@ -100,8 +101,6 @@ def _pieces(metadata: dict[str, Any], architecture: Architecture) -> Any:
     Llama's ranks are its scores; Gemma's scores do not follow its merges, but the order of its tokens does. Gemma also
     stores its runs of spaces as spaces, where every other piece has the mark for one.
     """
-    from tokenizers import Tokenizer, decoders, models, normalizers
-
     tokens = metadata["tokenizer.ggml.tokens"]
     order = list(range(len(tokens)))
     if architecture.family.startswith("gemma"):
@@ -128,9 +127,6 @@ def _pieces(metadata: dict[str, Any], architecture: Architecture) -> Any:
 
 def _wrapped(metadata: dict[str, Any], tokenizer: Any) -> Any:
     """The transformers tokenizer around a backend: special and added tokens, <bos>, chat template."""
-    from tokenizers import AddedToken, processors
-    from transformers import PreTrainedTokenizerFast
-
     tokens, types = metadata["tokenizer.ggml.tokens"], metadata.get("tokenizer.ggml.token_type", ())
     vocab = tokenizer.get_vocab(with_added_tokens=False)
     for wanted, special in ((_CONTROL, True), (_USER_DEFINED, False)):

@@ -10,7 +10,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from fathomlm.checkpoints.fetch import TOKENIZER_FILES, hub_files
+from fathomlm.checkpoints.locate import HUB_ID, locate
+from fathomlm.depth.presets import PRESETS
 from fathomlm.errors import DataError, FathomError, choices
+from fathomlm.packaged import packaged_models, packaged_path
 
 BYTES = "bytes"
 """The built-in tokenizer's name."""
@@ -23,10 +27,6 @@ def find_tokenizer(source: str) -> Any:
 
     A path that exists wins over a name, as for models. From the hub only the tokenizer's files are fetched.
     """
-    from fathomlm.checkpoints.locate import HUB_ID
-    from fathomlm.depth.presets import PRESETS
-    from fathomlm.packaged import packaged_models, packaged_path
-
     path = Path(source).expanduser()
     if path.exists():
         tokenizer = _from_path(path)
@@ -128,9 +128,6 @@ def _from_path(path: Path) -> Any | None:
 
 
 def _from_preset(name: str) -> Any | None:
-    from fathomlm.checkpoints.locate import locate
-    from fathomlm.depth.presets import PRESETS
-
     preset = PRESETS[name]
     if preset.wheel is None and preset.hub is not None:
         return _from_hub(preset.hub)
@@ -140,7 +137,6 @@ def _from_preset(name: str) -> Any | None:
 
 
 def _from_hub(repo_id: str) -> Any | None:
-    from fathomlm.checkpoints.fetch import TOKENIZER_FILES, hub_files
     from fathomlm.checkpoints.huggingface import read_tokenizer
 
     try:
