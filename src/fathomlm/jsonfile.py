@@ -18,7 +18,8 @@ import math
 import re
 import types
 import typing
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -170,103 +171,83 @@ class Fields:
         got = shown(self.values[name] if value is REQUIRED else value)
         return self._error(f"{self.where}: {self._prefix}{name} must be {rule}, got {got}")
 
-    def integer(
-        self, name: str, *, at_least: int | None = None, at_most: int | None = None, default: D = REQUIRED
-    ) -> int | D:
+    def _given(self, name: str, default: Any, fits: Callable[[Any], bool], rule: str) -> Any:
+        """A field that obeys a rule."""
         value: Any = self.values.get(name)
         if value is None and default is not REQUIRED:
             return default
-        if not is_int(value) or not _within(value, at_least, at_most):
-            raise self.wrong(name, _range("an integer", at_least, at_most))
-        return int(value)
+        if not fits(value):
+            raise self.wrong(name, rule)
+        return value
+
+    def integer(
+        self, name: str, *, at_least: int | None = None, at_most: int | None = None, default: D = REQUIRED
+    ) -> int | D:
+        within = partial(_within, at_least=at_least, at_most=at_most)
+        rule = _range("an integer", at_least, at_most)
+        return self._given(name, default, lambda value: is_int(value) and within(value), rule)  # type: ignore[no-any-return]
 
     def number(
         self, name: str, *, at_least: float | None = None, at_most: float | None = None, default: D = REQUIRED
     ) -> float | D:
         """A finite number."""
-        value: Any = self.values.get(name)
-        if value is None and default is not REQUIRED:
-            return default
-        if not is_number(value) or not _within(value, at_least, at_most):
-            raise self.wrong(name, _range("a number", at_least, at_most))
-        return float(value)
+        within = partial(_within, at_least=at_least, at_most=at_most)
+        rule = _range("a number", at_least, at_most)
+        found: Any = self._given(name, default, lambda value: is_number(value) and within(value), rule)
+        return float(found) if is_int(found) else found
 
     def text(self, name: str, *, known: Collection[str] = (), default: D = REQUIRED) -> str | D:
         """A string; one of `known` where they are given."""
-        value: Any = self.values.get(name)
-        if value is None and default is not REQUIRED:
-            return default
-        if not _is_text(value):
-            raise self.wrong(name, "a string")
-        if known and value not in known:
+        value: Any = self._given(name, default, _is_text, "a string")
+        if known and self.raw(name) is not None and value not in known:
             raise self._error(f"{self.where}: {choices(f'{self._prefix}{name}', shown_name(value), known)}")
-        return str(value)
+        return value  # type: ignore[no-any-return]
 
     def flag(self, name: str, *, default: D = REQUIRED) -> bool | D:
-        value: Any = self.values.get(name)
-        if value is None and default is not REQUIRED:
-            return default
-        if not isinstance(value, bool):
-            raise self.wrong(name, "true or false")
-        return value
+        return self._given(name, default, lambda value: isinstance(value, bool), "true or false")  # type: ignore[no-any-return]
+
+    def record(self, name: str, *, default: D = REQUIRED) -> Fields | D:
+        """The object within this one."""
+        value: Any = self._given(name, default, lambda value: isinstance(value, dict), "an object")
+        return self._part(name, value) if isinstance(value, dict) else value
+
+    def _part(self, name: str, values: Mapping[str, Any]) -> Fields:
+        return Fields(values, self.where, error=self._error, prefix=f"{self._prefix}{name}.")
 
     def items(self, name: str, *, at_most: int | None = None, default: list[Any] = REQUIRED) -> list[Any]:
         """A list of values of any kind."""
-        value: Any = self.values.get(name)
-        if value is None and default is not REQUIRED:
-            return default
-        if not isinstance(value, list):
-            raise self.wrong(name, "a list")
+        value: list[Any] = self._given(name, default, lambda value: isinstance(value, list), "a list")
         if at_most is not None and len(value) > at_most:
             raise self._error(f"{self.where}: {self._prefix}{name} has {len(value):,} items; at most {at_most:,} are read")
         return value
 
+    def _all(self, name: str, default: list[Any], fits: Callable[[Any], bool], rule: str) -> list[Any]:
+        """A list whose items obey a rule."""
+        values = self.items(name, default=default)
+        for value in values:
+            if not fits(value):
+                raise self._error(f"{self.where}: {self._prefix}{name} must be a list of {rule}, and holds {shown(value)}")
+        return values
+
     def numbers(self, name: str) -> list[float]:
         """A list of finite numbers."""
-        values = self.items(name)
-        for value in values:
-            if not is_number(value):
-                raise self.wrong(name, "a list of numbers", value)
-        return [float(value) for value in values]
+        return [float(value) for value in self._all(name, REQUIRED, is_number, "numbers")]
+
+    def integers(
+        self, name: str, *, at_least: int | None = None, at_most: int | None = None, default: list[int] = REQUIRED
+    ) -> list[int]:
+        """A list of integers, each within the bounds."""
+        within = partial(_within, at_least=at_least, at_most=at_most)
+        rule = _range("integers", at_least, at_most)
+        return self._all(name, default, lambda value: is_int(value) and within(value), rule)
+
+    def texts(self, name: str, *, default: list[str] = REQUIRED) -> list[str]:
+        """A list of strings."""
+        return self._all(name, default, _is_text, "strings")
 
     def replaced(self, values: Mapping[str, Any]) -> Fields:
         """The same record with some other values."""
         return Fields({**self.values, **values}, self.where, error=self._error, prefix=self._prefix)
-
-    def integers(
-        self,
-        name: str,
-        *,
-        at_least: int | None = None,
-        at_most: int | None = None,
-        default: list[int] = REQUIRED,
-    ) -> list[int]:
-        """A list of integers, each within the bounds."""
-        values = self.items(name, default=default)
-        for value in values:
-            if not is_int(value) or not _within(value, at_least, at_most):
-                raise self._error(
-                    f"{self.where}: {self._prefix}{name} must be a list of {_range('integers', at_least, at_most)}, "
-                    f"and holds {shown(value)}"
-                )
-        return values
-
-    def texts(self, name: str, *, default: list[str] = REQUIRED) -> list[str]:
-        """A list of strings."""
-        values = self.items(name, default=default)
-        for value in values:
-            if not _is_text(value):
-                raise self._error(f"{self.where}: {self._prefix}{name} must be a list of strings, and holds {shown(value)}")
-        return values
-
-    def record(self, name: str, *, default: D = REQUIRED) -> Fields | D:
-        """The object within this one."""
-        value: Any = self.values.get(name)
-        if value is None and default is not REQUIRED:
-            return default
-        if not isinstance(value, dict):
-            raise self.wrong(name, "an object")
-        return Fields(value, self.where, error=self._error, prefix=f"{self._prefix}{name}.")
 
     def build(self, cls: type[T], *, texts: bool = False, whole: bool = False) -> T:
         """A dataclass from fields of the same names, each as its annotation says: what is missing has its default (`whole`:
@@ -296,7 +277,7 @@ class Fields:
         for option in options:
             origin, inner = typing.get_origin(option), typing.get_args(option)
             if isinstance(value, dict) and (origin in (dict, Mapping) or dataclasses.is_dataclass(option)):
-                part = Fields(value, self.where, error=self._error, prefix=f"{self._prefix}{name}.")
+                part = self._part(name, value)
                 if origin is None:
                     return part.build(option, texts=texts, whole=whole)
                 return {key: part._as(inner[1], key, each, texts, whole) for key, each in value.items()}

@@ -279,8 +279,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "odd sample": (lambda pack: edit(pack, base__sample__vectors="!"), "sample, vectors is damaged"),
     "empty sample": (lambda pack: edit(pack, base__sample__matrices=""), "matrices must hold finite numbers"),
     "infinite sample": (lambda pack: edit(pack, base__sample__matrices="AACAfw=="), "matrices must hold finite numbers"),
-    "strange shape": (lambda pack: edit(pack, base__architecture__colour=1), "unknown architecture field"),
-    "wrong shape": (lambda pack: edit(pack, base__architecture__hidden="wide"), "hidden must be an integer from 1"),
+    "strange shape": (lambda pack: edit(pack, base__architecture__colour=1), "the architecture: unknown field 'colour'"),
+    "wrong shape": (
+        lambda pack: edit(pack, base__architecture__hidden="wide"),
+        "the architecture: hidden must be an integer",
+    ),
     "strange plan": (lambda pack: edit(pack, base__plan__sharing="knot"), "unknown sharing strategy 'knot'"),
     "exits too deep": (lambda pack: edit(pack, exits=[5]), "an exit goes after one of the steps 1 to 5 of 6, got 6"),
     "no exits": (lambda pack: edit(pack, exits=[]), "exits must be a list of steps"),

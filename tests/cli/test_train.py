@@ -155,7 +155,7 @@ def test_a_dry_run_trains_nothing(recipe, capsys, mistake, tmp_path):
         (["RECIPE", "--data.path", "gone", "--data.sources", "[a.txt]"], "data.sources requires data.tokenizer"),
         (["RECIPE", "--data.pairs", "[a, b]"], "holds tokens, and pairs are required here"),
         (["RECIPE", "--model.recursions", "3"], "3 recursions do not divide 4 layers"),
-        (["RECIPE", "--model.architecture.hiden", "3"], "unknown architecture field(s): hiden"),
+        (["RECIPE", "--model.architecture.hiden", "3"], "the architecture: unknown field 'hiden' (did you mean 'hidden'?)"),
         (["RECIPE", "--model.architecture.vocab", "100"], "has 257 different tokens, the model only 100"),
         (["RECIPE", "--model.init", "average"], "model.init says what a tied model starts from"),
         (["RECIPE", "--loss.exits.at", "[9]"], "an exit goes after one of the steps 1 to 3 of 4, got 9"),

@@ -120,7 +120,7 @@ def test_the_test_would_see_a_missing_correction(tiny: FathomForCausalLM, monkey
         patch.setattr(parallel_decoding, "residual", lambda p_V, q_V: p_V)
         assert distance(drawn(tiny, setting, monkeypatch), whole) > 3 * FAR, "replacements from the whole distribution"
     with monkeypatch.context() as patch:
-        patch.setattr(early_exit, "verified", lambda seq, waiting, logits_V: None)
+        patch.setattr(parallel_decoding, "verified", lambda seq, waiting, logits_V: None)
         assert distance(drawn(tiny, setting, monkeypatch), whole) > 3 * FAR, "every draft accepted"
 
 

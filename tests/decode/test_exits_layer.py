@@ -27,7 +27,7 @@ from decode.exit_models import (
     tokens,
     told,
 )  # fmt: skip
-from fathomlm.cache import SlotCache
+from fathomlm.cache import SlotCache, Span
 from fathomlm.checkpoints.assemble import replan
 from fathomlm.decode import early_exit
 from fathomlm.decode.exit_forward import PartialForward
@@ -119,7 +119,7 @@ def test_a_prompt_only_leaves_entries_of_it(name: str) -> None:
     model = build(name)
     (own,) = model.plan.exit_steps((exit_layer(name) - 1,))
     cache = early_exit.exit_cache(model.plan, exiting(name, "parallel"), 2, 4)
-    forward, spans = PartialForward(model.decoder, cache, 2), [early_exit.Span(0, 0, 3), early_exit.Span(1, 0, 2)]
+    forward, spans = PartialForward(model.decoder, cache, 2), [Span(0, 0, 3), Span(1, 0, 2)]
     ran: list[int] = []
     block = model.decoder.exit_blocks[str(exit_layer(name) - 1)]
     hook = block.register_forward_hook(lambda *_: ran.append(1))

@@ -10,7 +10,7 @@ import torch
 
 import fathomlm
 from fathomlm.cache import DenseCache
-from fathomlm.decode.full import Generation, Session, decode_step, generate, left_pad, prefill
+from fathomlm.decode.full import Generation, Session, generate, left_pad, next_logits
 from fathomlm.decode.prompts import chat_prompt
 from fathomlm.decode.sampling import Sampling
 from fathomlm.depth import Architecture, DepthPlan, Relaxation, Rope
@@ -110,9 +110,9 @@ def test_prefill_and_decode_equal_one_forward(model: FathomForCausalLM, first: i
     sequence_BT = torch.randint(0, 96, (2, 12), generator=torch.Generator().manual_seed(3))
     expected_BTV = model.decoder.logits(model.decoder(sequence_BT))
     cache = new_cache(model)
-    assert close(prefill(model.decoder, sequence_BT[:, :first], cache), expected_BTV[:, first - 1])
+    assert close(next_logits(model.decoder, sequence_BT[:, :first], cache), expected_BTV[:, first - 1])
     for t in range(first, 12):
-        assert close(decode_step(model.decoder, sequence_BT[:, t], cache), expected_BTV[:, t])
+        assert close(next_logits(model.decoder, sequence_BT[:, t : t + 1], cache), expected_BTV[:, t])
     assert cache.length == 12
 
 
@@ -120,9 +120,9 @@ def test_prefill_and_decode_equal_one_forward(model: FathomForCausalLM, first: i
 def test_a_prompt_in_two_parts_equals_one(model: FathomForCausalLM) -> None:
     prompt_BT = torch.tensor([PROMPTS[0]])
     cache = new_cache(model)
-    prefill(model.decoder, prompt_BT[:, :4], cache)
-    expected = prefill(model.decoder, prompt_BT, new_cache(model))
-    assert close(prefill(model.decoder, prompt_BT[:, 4:], cache), expected)
+    next_logits(model.decoder, prompt_BT[:, :4], cache)
+    expected = next_logits(model.decoder, prompt_BT, new_cache(model))
+    assert close(next_logits(model.decoder, prompt_BT[:, 4:], cache), expected)
 
 
 @torch.inference_mode()
@@ -130,13 +130,13 @@ def test_padding_changes_nothing(model: FathomForCausalLM) -> None:
     tokens_BT, padding = left_pad(PROMPTS, room=3, device=torch.device("cpu"))
     assert padding is not None
     cache = new_cache(model)
-    together = [prefill(model.decoder, tokens_BT, cache, padding)]
+    together = [next_logits(model.decoder, tokens_BT, cache, padding)]
     follow = [torch.tensor([8, 9, 10, 11]), torch.tensor([20, 21, 22, 23])]
-    together += [decode_step(model.decoder, next_B, cache, padding) for next_B in follow]
+    together += [next_logits(model.decoder, next_B[:, None], cache, padding) for next_B in follow]
     for i, prompt in enumerate(PROMPTS):
         alone_cache = new_cache(model)
-        alone = [prefill(model.decoder, torch.tensor([prompt]), alone_cache)]
-        alone += [decode_step(model.decoder, next_B[i : i + 1], alone_cache) for next_B in follow]
+        alone = [next_logits(model.decoder, torch.tensor([prompt]), alone_cache)]
+        alone += [next_logits(model.decoder, next_B[i : i + 1][:, None], alone_cache) for next_B in follow]
         for got, expected in zip(together, alone, strict=True):
             assert close(got[i], expected[0])
 

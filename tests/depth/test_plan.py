@@ -167,7 +167,7 @@ def test_a_plan_survives_json(base, sharing, recursions, resize):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"loops": 2}, "unknown plan field(s): loops"),
+        ({"loops": 2}, "the plan: unknown field 'loops'"),
         ({"unrolled_layers": 33}, "the plan says 33 unrolled layers, its other fields give 32"),
         ({"sharing": "cycel"}, "did you mean 'cycle'?"),
     ],
@@ -223,7 +223,10 @@ def test_another_number_of_loops_keeps_what_a_plan_is():
         (lambda: injected().with_recursions(0), "loops must be >= 1"),
         (lambda: DepthPlan.vanilla(4).with_recursions(2), "requires a looped model"),
         (lambda: DepthPlan.build("cycle", 2, 4).with_exits([0]).with_recursions(3), "cannot be combined with exits"),
-        (lambda: DepthPlan.from_dict(injected().to_dict() | {"ends": [2]}), "the plan's ends must be two numbers"),
+        (
+            lambda: DepthPlan.from_dict(injected().to_dict() | {"ends": [2]}),
+            "the plan: ends must be a list such as [a, b]",
+        ),
         (lambda: DepthPlan.from_dict(injected().to_dict() | {"ends": [-2, 5]}), "ends must be >= 1"),
         (lambda: DepthPlan.from_dict(injected().to_dict() | {"injection": 1}), "injection must be true or false"),
     ],

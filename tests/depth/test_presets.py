@@ -99,13 +99,13 @@ def test_every_sixth_layer_of_gemma3_sees_the_whole_context():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"layers": 0}, "layers must be >= 1, got 0"),
-        ({"hidden": 1.5}, "hidden must be an integer from 1 to 131072, got 1.5"),
+        ({"layers": 0}, "layers must be between 1 and 1024, got 0"),
+        ({"hidden": 1.5}, "the architecture: hidden must be an integer, got 1.5"),
         ({"kv_heads": 4}, "kv_heads must divide heads, got 4 and 15"),
         ({"windows": [128]}, "windows must name every layer: got 1 for 32 layers"),
         ({"rotary_fraction": 0.36}, "must be even, got 23 of 64"),
-        ({"depth": 3}, "unknown architecture field(s): depth"),
-        ({"rope": {"base": 1e4}}, "unknown rope field(s): base"),
+        ({"depth": 3}, "the architecture: unknown field 'depth'"),
+        ({"rope": {"base": 1e4}}, "the architecture: unknown field in rope 'base'"),
     ],
 )
 def test_architectures_that_make_no_sense(change, message):
@@ -117,5 +117,5 @@ def test_architectures_that_make_no_sense(change, message):
 def test_a_record_with_fields_missing():
     record = PRESETS["smollm-360m"].architecture.to_dict()
     del record["hidden"], record["heads"], record["norm"]
-    with pytest.raises(OptionError, match="the architecture is missing heads, hidden"):
+    with pytest.raises(OptionError, match="the architecture is missing hidden, which must be an integer"):
         Architecture.from_dict(record)

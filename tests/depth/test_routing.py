@@ -112,14 +112,14 @@ BAD_BUILDS: list[tuple[str, int, dict[str, Any], str]] = [
     ("expert", 3, {"capacity": [float("nan"), 1, 1]}, "capacities must fall from at most 1"),
     ("expert", 3, {"score": "softmax"}, "unknown score 'softmax'; known: identity, sigmoid, tanh"),
     ("token", 3, {"score": "tanh"}, "unknown score 'tanh'; known: sigmoid, softmax"),
-    ("expert", 3, {"network": "deep"}, "unknown router network 'deep'; known: linear, mlp, wide"),
-    ("expert", 3, {"sampling": "aux"}, "unknown sampling 'aux'"),
-    ("token", 3, {"balancing": "lossfree"}, r"unknown balancing 'lossfree' \(did you mean 'loss_free'\?\)"),
-    ("token", 3, {"weighting": "first"}, "unknown weighting 'first'"),
-    ("expert", 3, {"update": "replace"}, "unknown update 'replace'"),
+    ("expert", 3, {"network": "deep"}, "invalid network 'deep'; choose from linear, mlp, wide"),
+    ("expert", 3, {"sampling": "aux"}, "invalid sampling 'aux'"),
+    ("token", 3, {"balancing": "lossfree"}, r"invalid balancing 'lossfree' \(did you mean 'loss_free'\?\)"),
+    ("token", 3, {"weighting": "first"}, "invalid weighting 'first'"),
+    ("expert", 3, {"update": "replace"}, "invalid update 'replace'"),
     ("expert", 3, {"alpha": 0.0}, "alpha must be > 0, got 0.0"),
-    ("expert", 3, {"alpha": float("nan")}, "alpha must be > 0, got nan"),
-    ("expert", 3, {"alpha": float("inf")}, "alpha must be > 0, got inf"),
+    ("expert", 3, {"alpha": float("nan")}, "alpha must be a number > 0, got nan"),
+    ("expert", 3, {"alpha": float("inf")}, "alpha must be a number > 0, got inf"),
     ("token", 3, {"score": "identity"}, "unknown score 'identity'; known: sigmoid, softmax"),
     (
         "token",
@@ -158,7 +158,7 @@ def test_routing_that_cannot_be(kind: str, recursions: int, options: dict[str, A
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"depth": 3}, r"unknown routing field\(s\): depth"),
+        ({"depth": 3}, r"the routing: unknown field 'depth'"),
         ({"kind": None}, "the routing is missing kind"),
         ({"capacity": None}, "the routing is missing capacity"),
         ({"capacity": 3}, "capacity must be a list"),
@@ -205,7 +205,7 @@ BAD_PLANS: list[tuple[Any, str]] = [
         )
         for kv in ("share", "hybrid")
     ),
-    (lambda: DepthPlan.from_dict(LOOP.to_dict() | {"router": {}}), r"unknown plan field\(s\): router"),
+    (lambda: DepthPlan.from_dict(LOOP.to_dict() | {"router": {}}), "the plan: unknown field 'router'"),
     (lambda: DepthPlan.from_dict(LOOP.to_dict() | {"kv": "hybrid"}), "kv mode 'hybrid' requires a router"),
 ]
 

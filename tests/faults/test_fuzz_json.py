@@ -302,7 +302,7 @@ def test_what_was_found_in_configurations(changes: dict[str, Any], said: str, tm
     [
         (
             {"plan": {"sharing": "cycle", "recursions": 1, "base_layers": 10**9, "unrolled_layers": 10**9}},
-            "plan.base_layers must be <=",
+            "the plan: base_layers must be between 1 and 1024",
         ),
         ({"exit_rank": 0.5}, "exit_rank must be an integer"),
         ({"num_labels": 10**9}, None),

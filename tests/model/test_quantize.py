@@ -26,9 +26,9 @@ from fathomlm.errors import OptionError
 from fathomlm.kernels.cpu_library import CpuLibrary
 from fathomlm.kernels.quantized import GPU_KINDS, KINDS, Kind, QuantizedWeight
 from fathomlm.lab.bench.floor import decode_step_bytes
+from fathomlm.model.blocks.attention import QuantizedLinear
 from fathomlm.model.hub import FathomForCausalLM
 from fathomlm.model.quantize import quantize_layers
-from fathomlm.model.quantized_linear import QuantizedLinear
 from model.route.small import WINDOWS, model_of, routed
 
 pytestmark = pytest.mark.usefixtures("one_thread")

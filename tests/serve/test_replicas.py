@@ -22,8 +22,8 @@ from fathomlm.cli.main import main
 from fathomlm.decode.full import generate
 from fathomlm.errors import OptionError
 from fathomlm.serve.app import create_app
-from fathomlm.serve.replicas import ReplicaOptions, _check_gpus, _scaling
 from fathomlm.serve.served_model import serve_model
+from fathomlm.serve.server import ReplicaOptions, _check_gpus, _scaling
 from fathomlm.serve.service import Service
 from serve.serving import until
 from serve.test_command import parse, started

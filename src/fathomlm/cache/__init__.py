@@ -7,7 +7,7 @@ from fathomlm.cache.slots import Focus, SlotCache, Span
 from fathomlm.depth import DepthPlan
 
 
-def build_cache(plan: DepthPlan, reserve: int = 64, kv_loops: int | None = None) -> DenseCache | RoutedCache:
+def build_cache(plan: DepthPlan, reserve: int = 64, kv_loops: int | None = None) -> DenseCache:
     """The cache that a plan needs; `reserve` is how many slots to set aside at first, `kv_loops` of how many loops entries
     are kept, all by default."""
     if plan.routing is None:

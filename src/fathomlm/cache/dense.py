@@ -62,10 +62,22 @@ class StoredEntries:
             self._prefix = make()
         return self._prefix
 
+    def first(self, entries: int) -> Entries:
+        """So many of each row."""
+        assert self.k is not None
+        assert self.v is not None
+        return self.k[:, :, :entries], self.v[:, :, :entries]
 
-def grown(held: Tensor | None, like_BGTD: Tensor, rows: int, longest: int, reserve: int = 0) -> Tensor:
-    """A buffer with room for `longest` entries of each of `rows` rows; it doubles, so that a token costs one small copy.
-    Zeros and not just any memory: what is hidden must still be a number."""
+    def grow(self, like_BGTD: Tensor, rows: int, longest: int, reserve: int = 0) -> Entries:
+        """The buffers, all of them, with room for `longest` entries of each of `rows` rows."""
+        self.k = _grown(self.k, like_BGTD, rows, longest, reserve)
+        self.v = _grown(self.v, like_BGTD, rows, longest, reserve)
+        return self.k, self.v
+
+
+def _grown(held: Tensor | None, like_BGTD: Tensor, rows: int, longest: int, reserve: int) -> Tensor:
+    """It doubles, so that a token costs one small copy and not a new cache. Zeros and not just any memory: what is hidden
+    must still be a number."""
     if held is not None and held.shape[2] >= longest:
         return held
     _, G, _, D = like_BGTD.shape
@@ -76,33 +88,24 @@ def grown(held: Tensor | None, like_BGTD: Tensor, rows: int, longest: int, reser
 
 
 class Buffer(StoredEntries):
-    """One step's entries in a buffer that doubles, so that a token costs one small copy and not a new cache."""
+    """One step's entries, as many of every row."""
 
     def __init__(self, reserve: int) -> None:
         super().__init__()
         self._reserve = reserve
         self._used = 0
 
-    def append(self, k_BGTD: Tensor, v_BGTD: Tensor) -> tuple[Tensor, Tensor]:
-        end = self._used + k_BGTD.shape[2]
+    def append(self, k_BGTD: Tensor, v_BGTD: Tensor) -> Entries:
         k, v = self.room(k_BGTD)
+        end = self._used + k_BGTD.shape[2]
         k[:, :, self._used : end] = k_BGTD
         v[:, :, self._used : end] = v_BGTD
         self._used = end
-        return k[:, :, :end], v[:, :, :end]
+        return self.entries()
 
     def room(self, like_BGTD: Tensor) -> Entries:
         """The buffers, all of them, with room for so many more entries."""
-        B, G, T, D = like_BGTD.shape
-        end = self._used + T
-        if self.k is None or self.v is None or end > self.k.shape[2]:
-            room = max(end, self._reserve, 2 * self._used)
-            k, v = (like_BGTD.new_empty(B, G, room, D) for _ in range(2))
-            if self.k is not None and self.v is not None:
-                k[:, :, : self._used] = self.k[:, :, : self._used]
-                v[:, :, : self._used] = self.v[:, :, : self._used]
-            self.k, self.v = k, v
-        return self.k, self.v
+        return self.grow(like_BGTD, like_BGTD.shape[0], self._used + like_BGTD.shape[2], self._reserve)
 
     @property
     def used(self) -> int:
@@ -114,9 +117,7 @@ class Buffer(StoredEntries):
 
     def entries(self) -> Entries:
         """All entries so far."""
-        assert self.k is not None
-        assert self.v is not None
-        return self.k[:, :, : self._used], self.v[:, :, : self._used]
+        return self.first(self._used)
 
     def truncate(self, length: int) -> None:
         self._used = min(self._used, length)

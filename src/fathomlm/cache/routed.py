@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fathomlm.cache.dense import Buffer, Entries, StepKV, StoredEntries, grown
+from fathomlm.cache.dense import DenseCache, Entries, StepKV, StoredEntries
 from fathomlm.depth import DepthPlan, Step
 
 NOWHERE = 2**31
@@ -74,17 +74,14 @@ class _Runs(StoredEntries):
     def append(self, k_BGND: Tensor, v_BGND: Tensor) -> Entries:
         place = self.placement
         assert place is not None
-        size = len(k_BGND), place.longest
-        self.k, self.v = grown(self.k, k_BGND, *size), grown(self.v, v_BGND, *size)
-        self.k[place.row, :, place.behind] = k_BGND[place.row, :, place.column]
-        self.v[place.row, :, place.behind] = v_BGND[place.row, :, place.column]
+        k, v = self.grow(k_BGND, len(k_BGND), place.longest)
+        k[place.row, :, place.behind] = k_BGND[place.row, :, place.column]
+        v[place.row, :, place.behind] = v_BGND[place.row, :, place.column]
         return self.entries()
 
     def entries(self) -> Entries:
-        assert self.k is not None
-        assert self.v is not None
         assert self.placement is not None
-        return self.k[:, :, : self.placement.longest], self.v[:, :, : self.placement.longest]
+        return self.first(self.placement.longest)
 
 
 class _RunsOver:
@@ -117,23 +114,13 @@ class _RunsOver:
         return self._own.prefix(make)
 
 
-class RoutedCache:
+class RoutedCache(DenseCache):
     """Entries of a routed model: dense before and after the core, by recursion inside it."""
 
     def __init__(self, plan: DepthPlan, reserve: int = 64) -> None:
-        self._plan = plan
-        self._length = 0
-        self._dense = {step.index: Buffer(reserve) for step in plan if step.part != "core"}
+        super().__init__(plan, reserve)
         self._runs = {step.index: _Runs() for step in plan if step.part == "core" and not plan.reads_kv(step)}
         self._ledgers = [_Ledger() for _ in range(plan.recursions)]
-
-    @property
-    def length(self) -> int:
-        """Slots so far, padding included."""
-        return self._length
-
-    def advance(self, tokens: int) -> None:
-        self._length += tokens
 
     def place(self, recursion: int, slots_BN: Tensor, valid_BN: Tensor) -> None:
         """Say which tokens run a recursion in this pass: their slots, in order, where `valid_BN`."""
@@ -152,7 +139,7 @@ class RoutedCache:
 
     def at(self, step: Step) -> StepKV | None:
         if step.part != "core":
-            return self._dense[step.index]
+            return super().at(step)
         if self._plan.reads_kv(step):
             return None
         own, source = self._runs[step.index], self._plan.kv_sources[step.index]
@@ -169,16 +156,12 @@ class RoutedCache:
         return [] if counts is None else counts.tolist()
 
     def truncate(self, length: int) -> None:
-        """Forget everything after the first `length` slots."""
-        self._length = min(self._length, length)
-        for buffer in self._dense.values():
-            buffer.truncate(length)
+        super().truncate(length)
         for ledger in self._ledgers:
             ledger.truncate(length)
 
     def bytes(self) -> int:
-        """What the stored entries take, spare room left out."""
-        total = sum(buffer.bytes() for buffer in self._dense.values())
+        total = super().bytes()
         for step in self._plan:
             runs = self._runs.get(step.index)
             if runs is not None and runs.k is not None:

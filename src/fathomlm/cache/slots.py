@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fathomlm.cache.dense import Entries, StepKV, StoredEntries, grown
+from fathomlm.cache.dense import Entries, StepKV, StoredEntries
 from fathomlm.depth import DepthPlan, Step
 
 
@@ -67,19 +67,16 @@ class _Slots(StoredEntries):
         assert at is not None
         for span in at.spans:
             assert span.first == self.counts[span.row], "entries go behind those that the row has"
-        size = len(self.counts), at.reach, self._reserve
-        self.k, self.v = grown(self.k, k_RGND, *size), grown(self.v, v_RGND, *size)
+        k, v = self.grow(k_RGND, len(self.counts), at.reach, self._reserve)
         rows = at.rows_R[at.row]
-        self.k[rows, :, at.slot] = k_RGND[at.row, :, at.column]
-        self.v[rows, :, at.slot] = v_RGND[at.row, :, at.column]
+        k[rows, :, at.slot] = k_RGND[at.row, :, at.column]
+        v[rows, :, at.slot] = v_RGND[at.row, :, at.column]
         for span in at.spans:
             self.counts[span.row] = span.end
         return self.entries(at)
 
     def entries(self, at: Focus) -> Entries:
-        assert self.k is not None
-        assert self.v is not None
-        k, v = self.k[:, :, : at.reach], self.v[:, :, : at.reach]
+        k, v = self.first(at.reach)
         if [span.row for span in at.spans] == list(range(len(self.counts))):
             return k, v
         return k.index_select(0, at.rows_R), v.index_select(0, at.rows_R)
@@ -134,10 +131,8 @@ class SlotCache:
 
     def entries(self, step: Step, row: int) -> Entries:
         """Keys and values that a step holds of a row, (G, S, D) each."""
-        slots = self._steps[step.index]
-        assert slots.k is not None
-        assert slots.v is not None
-        return slots.k[row, :, : slots.counts[row]], slots.v[row, :, : slots.counts[row]]
+        k, v = self._steps[step.index].first(self.held(step, row))
+        return k[row], v[row]
 
     def truncate(self, length: int, row: int | None = None, steps: Iterable[Step] | None = None) -> None:
         """Forget everything after the first `length` slots, of one row or of all, in some steps or in all."""

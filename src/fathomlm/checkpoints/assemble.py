@@ -25,9 +25,9 @@ from torch import Tensor, nn
 
 from fathomlm.depth import Architecture, DepthPlan, Relaxation
 from fathomlm.errors import CheckpointError, OptionError
-from fathomlm.model.decoder import reset_module
 from fathomlm.model.hub import FathomConfig, FathomForCausalLM, check_plain
 from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomModel, FathomSeq2SeqConfig
+from fathomlm.model.stack import reset_module
 
 Model = TypeVar("Model", FathomForCausalLM, FathomForSeq2SeqLM)
 Reader = Callable[[str], Tensor]

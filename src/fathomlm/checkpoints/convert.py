@@ -42,16 +42,16 @@ from fathomlm.checkpoints.tying import (
 )
 from fathomlm.depth import Architecture, DepthPlan, Relaxation, Step, build_routing
 from fathomlm.depth.cost import count
-from fathomlm.depth.dropping import kept_layers
 from fathomlm.depth.plan import DEFAULT_RECURSIONS, KVMode, Resize
 from fathomlm.depth.relaxation import RELAXATIONS, build_relaxation, check_fits, kinds_with
 from fathomlm.depth.relaxation.kind import RelaxationKind
 from fathomlm.depth.routing import ROUTERS, RouterOptions
+from fathomlm.depth.sharing import kept_layers
 from fathomlm.errors import OptionError, choices
 from fathomlm.model.blocks import build_block
-from fathomlm.model.decoder import reset_module
 from fathomlm.model.hub import FathomForCausalLM
 from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomModel
+from fathomlm.model.stack import reset_module
 
 
 def convert(

@@ -14,11 +14,11 @@ from fathomlm.cli.common import SOURCE, JsonOptions
 from fathomlm.cli.display import print_table
 from fathomlm.cli.first import check_shape
 from fathomlm.depth import Architecture, DepthPlan, Relaxation, build_routing, cost
-from fathomlm.depth.dropping import DropOptions, kept_layers
 from fathomlm.depth.options import PlanOptions, RelaxOptions, RoutingOptions
 from fathomlm.depth.plan import KVMode
 from fathomlm.depth.presets import PRESETS
 from fathomlm.depth.relaxation import check_fits
+from fathomlm.depth.sharing import DropOptions, kept_layers
 from fathomlm.errors import OptionError
 from fathomlm.options import like, option, section
 from fathomlm.sizes import amount, parse_count
@@ -126,7 +126,7 @@ def _read(model: str) -> tuple[Architecture, DepthPlan | None, Relaxation | None
 
 def _compare(options: Inspect, architecture: Architecture, plan: DepthPlan | None) -> int:
     """Candidate plans at a byte budget, in one table; relative figures are against the model as it is."""
-    from fathomlm.depth.candidates import candidates
+    from fathomlm.depth.cost import candidates
 
     assert options.budget is not None
     planned = options.plan.recursions or options.plan.resize or options.relaxation != RelaxOptions()

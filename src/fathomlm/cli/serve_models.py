@@ -147,7 +147,7 @@ def run_on_ray(
     load: Callable[[], ServedModel], options: ServeOptions, replicas: ReplicaOptions, host: str, port: int,
     tell: Callable[[str], None],
 ) -> None:  # fmt: skip
-    from fathomlm.serve.replicas import run_replicas
+    from fathomlm.serve.server import run_replicas
 
     def ready() -> None:
         at = f"http://{f'[{host}]' if ':' in host else host}:{port}"

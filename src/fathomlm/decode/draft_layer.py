@@ -24,16 +24,17 @@ from fathomlm.cache import Span
 from fathomlm.decode.confidence import AtExit, confidences
 from fathomlm.decode.exit_forward import ExitPolicy, PartialForward
 from fathomlm.decode.generation import ExitingSequence, TokenExit, WaitingToken
-from fathomlm.decode.parallel_decoding import ParallelDecoding, verified
+from fathomlm.decode.parallel_decoding import ParallelDecoding
 
 DEPTH = 1
 """What a draft counts as, in layers."""
 
 
 class DraftLayerDecoding(ParallelDecoding):
-    def __init__(self, forward: PartialForward, policy: ExitPolicy, max_stack: int | None) -> None:
-        """At most `max_stack` tokens run in a pass that verifies: all but one of them are drafts."""
-        super().__init__(forward, policy, max_stack, verified)
+    """At most `max_stack` tokens run in a pass that verifies: all but one of them are drafts."""
+
+    def __init__(self, forward: PartialForward, policy: ExitPolicy) -> None:
+        super().__init__(forward, policy)
         self._own = policy.plan.draft_step
         self._states: dict[int, Tensor] = {}
         """By sequence: the last states of the tokens before those that the draft layer has not run yet."""
@@ -116,6 +117,4 @@ class DraftLayerDecoding(ParallelDecoding):
             assert self._verify is not None
             self._settle(seq, logits_NV, self._verify)
             self._states[seq.index] = torch.cat((behind, states_NM[: seq.position - first]))
-            if seq.state.finish is not None:
-                forward.cache.truncate(len(seq.state.prompt) + len(seq.state.tokens) - 1, seq.index)
-                seq.state.note_end()
+            self._end(seq)

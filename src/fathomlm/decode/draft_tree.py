@@ -83,9 +83,9 @@ class _DraftNode:
 
 
 class DraftTreeDecoding(DraftLayerDecoding):
-    def __init__(self, forward: PartialForward, policy: ExitPolicy, widths: tuple[int, ...]) -> None:
-        super().__init__(forward, policy, TreeShape(widths).nodes)
-        self._widths = widths
+    def __init__(self, forward: PartialForward, policy: ExitPolicy) -> None:
+        super().__init__(forward, policy)
+        self._widths = policy.exiting.draft_tree or ()
         self._instead: dict[tuple[int, int], int] = {}
         """By sequence and position, what was drawn in the place of drafts."""
         self._verify = lambda seq, waiting, logits_V: self._instead.pop((seq.index, waiting.position), None)

@@ -14,7 +14,7 @@ Shapes: R batch size, N tokens (padded to the longest), M hidden width, V vocabu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -120,6 +120,11 @@ class ExitOutput:
     confidences: list[float] | None
     """None where the mode compares none."""
 
+    def rows(self, some: Sequence[int]) -> ExitOutput:
+        assert self.confidences is not None
+        sure = [self.confidences[r] for r in some]
+        return ExitOutput(self.stream_RNM[some], self.state_RM[some], self.logits_RV[some], sure)
+
 
 class ExitPolicy:
     """The exits of one model, and when a token exits. The threshold is read once: no sequence depends on another's end."""
@@ -130,7 +135,7 @@ class ExitPolicy:
         self.exits = exiting.exits(decoder.plan)
         """The indices of the steps that exits follow."""
         self.threshold = exiting.threshold_now()
-        self._exiting = exiting
+        self.exiting = exiting
         self.measure = exiting.confidence
         self._classifiers: dict[int, ExitScorer] = {}
         if exiting.confidence == "classifier":
@@ -159,34 +164,42 @@ class ExitPolicy:
         index = steps[-1].index
         read_RM = forward.exit_state(after_RNM, index, gathered)[last]
         logits_RV = forward.logits(read_RM[:, None], index)[:, 0]
-        sure = None
-        if self.measure is not None and index in self.exits:
-            at = AtExit(before_RNM[last], after_RNM[last], logits_RV, self._classifiers.get(index), read_RM, before)
-            sure = confidences(self.measure, at)
-        return ExitOutput(after_RNM, after_RNM[last], logits_RV, sure)
+        at = AtExit(before_RNM[last], after_RNM[last], logits_RV, read_RM=read_RM, before=before)
+        return ExitOutput(after_RNM, after_RNM[last], logits_RV, self.judge(index, at))
 
-    def confidences(
-        self,
-        index: int,
-        before_RM: Tensor | None,
-        after_RM: Tensor,
-        logits_RV: Tensor,
-        before: Sequence[float] | None,
-        logits_before_RV: Tensor | None,
-    ) -> list[float]:
-        """At an exit of a loop, between the states in front of it and behind it; a model with an injection begins from
-        zeros."""
-        assert self.measure is not None
-        start_RM = torch.zeros_like(after_RM) if before_RM is None else before_RM
-        judge = self._classifiers.get(index)
-        return confidences(self.measure, AtExit(start_RM, after_RM, logits_RV, judge, None, before, logits_before_RV))
+    def judge(self, index: int, at: AtExit) -> list[float] | None:
+        """How sure the exit after the step with this index is; None where nothing is compared there."""
+        if self.measure is None or index not in self.exits:
+            return None
+        return confidences(self.measure, replace(at, classifier=self._classifiers.get(index)))
 
     def is_confident(self, confidence: float, seq: ExitingSequence, exit: int | None = None) -> bool:
         """Whether the sequence's next token exits after the step with this index, or is drafted behind the last one."""
         assert self.threshold is not None
         threshold = thresholds_of(self.threshold, len(self.exits) or 1)[0 if exit is None else self.exits.index(exit)]
         state = seq.state
-        return exceeds(confidence, self._exiting.decayed(threshold, len(state.tokens), state.max_new_tokens))
+        return exceeds(confidence, self.exiting.decayed(threshold, len(state.tokens), state.max_new_tokens))
+
+
+class ExitMode:
+    """One way to exit early."""
+
+    def __init__(self, forward: PartialForward, policy: ExitPolicy) -> None:
+        self._forward, self._policy = forward, policy
+        self.prompt_steps = policy.steps
+        """What prompts run."""
+
+    def prefill(self, sequences: Sequence[ExitingSequence], held: int) -> None:
+        """Run what the cache does not hold of the prompts, but for their last tokens: the first choice is made there."""
+        forward = self._forward
+        spans = [Span(seq.index, held, seq.position - held) for seq in sequences if seq.position > held]
+        if spans:
+            x_RNM = forward.enter([sequences[span.row].token_ids[span.first : span.end] for span in spans])
+            forward.prefill(x_RNM, self.prompt_steps, self._policy.exits, forward.gather(spans))
+
+    def step(self, sequences: Sequence[ExitingSequence]) -> None:
+        """One more token in each sequence, or a draft of one."""
+        raise NotImplementedError
 
 
 def exceeds(confidence: float, threshold: float) -> bool:

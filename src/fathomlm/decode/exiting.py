@@ -10,7 +10,7 @@ from operator import mul
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 from fathomlm.depth import DepthPlan, Step
-from fathomlm.errors import OptionError, require
+from fathomlm.errors import OptionError, is_number, require
 from fathomlm.options import check, option
 
 CONFIDENCES = ("gap", "max", "state", "classifier", "gate", "kl")
@@ -192,7 +192,7 @@ class Exiting:
                 "threshold cannot be combined with the oracle; give an estimator to have it learn from the oracle"
             )
         each = threshold if isinstance(threshold, tuple) else (threshold,)
-        inside = bool(each) and all(_is_number(one) and 0 <= one <= 1 for one in each)
+        inside = bool(each) and all(is_number(one) and 0 <= one <= 1 for one in each)
         require(inside, "threshold", "between 0 and 1, or an estimator", threshold)
 
     @property
@@ -250,7 +250,10 @@ class Exiting:
                 f"threshold must be one number, or one for each exit: {len(self.threshold)} given, and "
                 f"{len(layers)} exit(s), after layer {_listed(layers)}"
             )
-        return tuple(layer - 1 for layer in layers)
+        exits = tuple(layer - 1 for layer in layers)
+        if self.mode == "entry-copy":
+            _check_loops(plan, exits)
+        return exits
 
     def drafts_behind(self, plan: DepthPlan) -> bool:
         """Whether drafts come from a draft layer behind the model, and not from an exit in it."""
@@ -286,6 +289,18 @@ class Exiting:
         raise OptionError(f"this model {has}; give an exit layer: {_suggestion(plan)}")
 
 
+def _check_loops(plan: DepthPlan, exits: Sequence[int]) -> None:
+    """Refuse exits of entry-copy decoding behind which there is no loop that could read the entries of the one before."""
+    loops_end = plan.recursion_ends() if plan.loops else ()
+    others = sorted(index + 1 for index in set(exits) - set(loops_end))
+    if others or plan.exit_layer or plan.kv != "cache" or (plan.ends[1] and not plan.injection):
+        at = f"; layer {others[0]} is not one" if others else ""
+        raise OptionError(
+            "entry-copy decoding requires exits at the ends of loops, without layers of their own, a coda or shared "
+            f"keys and values{at}"
+        )
+
+
 def _suggestion(plan: DepthPlan) -> str:
     """What would be right for a model that names no exits."""
     layers = plan.unrolled_layers
@@ -301,7 +316,3 @@ def _listed(items: Sequence[object], last: str = "and") -> str:
     """a, b and c."""
     words = [str(item) for item in items]
     return f" {last} ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)

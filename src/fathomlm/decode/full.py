@@ -1,9 +1,8 @@
 """Generation at full depth: every token runs every step of the plan. The oracle that adaptive decoding is held against.
 
-    logits = prefill(decoder, prompts, cache)
+    tokens = prompts
     while some row goes on:
-        token = pick(logits)
-        logits = decode_step(decoder, token, cache)
+        tokens = pick(next_logits(decoder, tokens, cache))
 
 Prompts of different lengths are padded on the left. A padded slot is seen by no one and has no position, so that a row
 computes in a batch what it computes alone.
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fathomlm.cache import DenseCache, RoutedCache, SlotCache, build_cache
+from fathomlm.cache import DenseCache, SlotCache, build_cache
 from fathomlm.checkpoints.resolve import decoder_only
 from fathomlm.decode import early_exit
 from fathomlm.decode.exit_forward import ExitPolicy
@@ -37,7 +36,6 @@ from fathomlm.model.hub import FathomForCausalLM
 from fathomlm.model.route import DepthControl, RoutingTrace
 from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomModel
 
-AnyCache = DenseCache | RoutedCache
 MOST_RESERVED = 1024
 """New tokens that the cache reserves at once; it grows for longer sequences."""
 
@@ -52,17 +50,11 @@ class Padding:
     """(B, S): False at those, over every slot that there will be."""
 
 
-def prefill(
-    decoder: Decoder,
-    tokens_BT: Tensor,
-    cache: AnyCache,
-    padding: Padding | None = None,
-    control: DepthControl | None = None,
-    trace: RoutingTrace | None = None,
-    memory: EncoderMemory | None = None,
+def next_logits(
+    decoder: Decoder, tokens_BT: Tensor, cache: DenseCache, padding: Padding | None = None, **depth: Any
 ) -> Tensor:
-    """Run tokens behind what the cache holds; the scores for what follows the last of them, (B, V)."""
-    depth = {"control": control, "trace": trace, "memory": memory}
+    """Run tokens behind what the cache holds; the scores for what follows the last of them, (B, V). `depth` is as
+    `Decoder.forward` has it: `control`, `trace` and `memory`."""
     if padding is None:
         hidden_BTM = decoder(tokens_BT, cache=cache, **depth)
     else:
@@ -71,19 +63,6 @@ def prefill(
         positions_BT = (slots_T - padding.pads).clamp_min(0)
         hidden_BTM = decoder(tokens_BT, positions_BT=positions_BT, keep_BS=padding.keep[:, :end], cache=cache, **depth)
     return decoder.logits(hidden_BTM[:, -1])
-
-
-def decode_step(
-    decoder: Decoder,
-    tokens_B: Tensor,
-    cache: AnyCache,
-    padding: Padding | None = None,
-    control: DepthControl | None = None,
-    trace: RoutingTrace | None = None,
-    memory: EncoderMemory | None = None,
-) -> Tensor:
-    """One more token in each row; the scores for the next, (B, V)."""
-    return prefill(decoder, tokens_B[:, None], cache, padding, control, trace, memory)
 
 
 def left_pad(rows: Sequence[Sequence[int]], room: int, device: torch.device) -> tuple[Tensor, Padding | None]:
@@ -160,7 +139,7 @@ class Session:
         self.exiting = exiting
         self.held: tuple[int, ...] = ()
         """The tokens whose keys and values are in the cache."""
-        self._cache: AnyCache | SlotCache = (
+        self._cache: DenseCache | SlotCache = (
             build_cache(model.plan, 256, None if control is None else control.kept_loops(model.plan))
             if exiting is None
             else early_exit.exit_cache(model.plan, exiting, batch_size=1, reserve=256)
@@ -210,7 +189,7 @@ def _run(
     decoder: Decoder,
     rows: Sequence[SequenceState],
     sampling: Sampling,
-    cache: AnyCache,
+    cache: DenseCache,
     on_step: Callable[[int], None] | None = None,
     control: DepthControl | None = None,
     memory: EncoderMemory | None = None,
@@ -221,19 +200,21 @@ def _run(
     tokens_BT, padding = left_pad([row.prompt[cache.length :] for row in rows], sampling.max_new_tokens, device)
     generators = row_generators(sampling, len(rows), device)
     seen_BV = seen_tokens(sampling, [row.prompt for row in rows], decoder.architecture.vocab, device)
-    trace = None if decoder.plan.routing is None else RoutingTrace()
-    next_B = pick(prefill(decoder, tokens_BT, cache, padding, control, trace, memory), sampling, generators, seen_BV)
-    chosen = next_B.tolist()
-    prefilled = time.perf_counter()
-    while _take_all(rows, chosen, trace):
-        if on_step is not None:
+    prefilled: float | None = None
+    going = True
+    while going:
+        trace = None if decoder.plan.routing is None else RoutingTrace()
+        scores_BV = next_logits(decoder, tokens_BT, cache, padding, control=control, trace=trace, memory=memory)
+        next_B = pick(scores_BV, sampling, generators, seen_BV)
+        chosen = next_B.tolist()
+        prefilled = prefilled or time.perf_counter()
+        going = _take_all(rows, chosen, trace)
+        if going and on_step is not None:
             on_step(max(len(row.tokens) for row in rows))
         if seen_BV is not None:
             seen_BV.scatter_(1, next_B[:, None], True)
-        trace = None if trace is None else RoutingTrace()
-        scores_BV = decode_step(decoder, next_B, cache, padding, control, trace, memory)
-        next_B = pick(scores_BV, sampling, generators, seen_BV)
-        chosen = next_B.tolist()
+        tokens_BT = next_B[:, None]
+    assert prefilled is not None
     for row in rows:
         row.note_times(begun, prefilled)
 

@@ -164,8 +164,7 @@ class SequenceState:
         assert self.finish is not None
         if self._stream is not None and not self._watched:
             # Nobody waits for pieces, so the text is decoded once the model has had the processor to itself.
-            for token in self.tokens[:-1] if self.finish == "eos" else self.tokens:
-                self._pieces.append(self._stream.push(token))
+            self._pieces.append(self._stream.push_all(self.tokens[:-1] if self.finish == "eos" else self.tokens))
             self._close_text()
         return Generation(
             prompt_tokens=tuple(self.prompt if self._source is None else self._source),

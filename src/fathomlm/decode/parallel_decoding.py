@@ -21,24 +21,22 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from fathomlm.cache import Span
-from fathomlm.decode.exit_forward import ExitOutput, ExitPolicy, PartialForward
+from fathomlm.decode.exit_forward import ExitMode, ExitOutput, ExitPolicy, PartialForward
 from fathomlm.decode.generation import ExitingSequence, TokenExit, WaitingToken
 
 Verify = Callable[[ExitingSequence, WaitingToken, Tensor], int | None]
 """Given the full model's scores at a draft: the token to put in its place, or None to keep it."""
 
 
-class ParallelDecoding:
-    def __init__(
-        self, forward: PartialForward, policy: ExitPolicy, max_stack: int | None, verify: Verify | None = None
-    ) -> None:
-        self._forward, self._policy, self._verify = forward, policy, verify
-        assert max_stack is not None, "a mode in which tokens wait has a default"
-        self._max_stack = max_stack
-        assert verify is None or len(policy.exits) <= 1, "drafts come from one exit, or from a draft layer"
+class ParallelDecoding(ExitMode):
+    def __init__(self, forward: PartialForward, policy: ExitPolicy) -> None:
+        super().__init__(forward, policy)
+        exiting = policy.exiting
+        self._verify = verified if exiting.mode == "speculative" else refined(exiting.refine)
+        self._max_stack = exiting.max_stack or 0
+        assert self._verify is None or len(policy.exits) <= 1, "drafts come from one exit, or from a draft layer"
         cuts = [0, *(index + 1 for index in policy.exits), len(policy.steps)]
         self._segments = [policy.steps[first:end] for first, end in pairwise(cuts)]
-        self.prompt_steps = policy.steps
 
     def step(self, sequences: Sequence[ExitingSequence]) -> None:
         """The layers up to the first exit for one more token of each sequence, and those behind it where they are due."""
@@ -119,9 +117,13 @@ class ParallelDecoding:
                 self._complete(seq, logits_NV)
             else:
                 self._settle(seq, logits_NV, self._verify)
-            if seq.state.finish is not None:
-                forward.cache.truncate(len(seq.state.prompt) + len(seq.state.tokens) - 1, seq.index)
-                seq.state.note_end()
+            self._end(seq)
+
+    def _end(self, seq: ExitingSequence) -> None:
+        """Where the sequence is over, forget what ran behind its end."""
+        if seq.state.finish is not None:
+            self._forward.cache.truncate(len(seq.state.prompt) + len(seq.state.tokens) - 1, seq.index)
+            seq.state.note_end()
 
     def _complete(self, seq: ExitingSequence, logits_NV: Tensor) -> None:
         """What was chosen at the exit stays; the last token is chosen here if it was not there."""

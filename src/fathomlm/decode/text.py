@@ -163,10 +163,9 @@ class TokenBytes(dict[int, bytes]):
         self._special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
 
     def __missing__(self, token: int) -> bytes:
-        letters = byte_letters()
         piece = "" if token in self._special else self._tokenizer.convert_ids_to_tokens(token) or ""
-        known = all(letter in letters for letter in piece)
-        self[token] = bytes(letters[letter] for letter in piece) if known else piece.encode()
+        own = letter_bytes(piece)
+        self[token] = piece.encode() if own is None else own
         return self[token]
 
     def of(self, tokens: Sequence[int]) -> bytes:
@@ -264,6 +263,12 @@ def byte_letters() -> dict[str, int]:
     ]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}
+
+
+def letter_bytes(piece: str) -> bytes | None:
+    """The bytes that a piece of such a vocabulary stands for; None where it has other letters too."""
+    letters = byte_letters()
+    return bytes(letters[letter] for letter in piece) if all(letter in letters for letter in piece) else None
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -10,11 +10,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from fathomlm.depth.bounds import check_flag, check_name, check_number, check_record, check_size
+from fathomlm.depth.bounds import BOUNDS, read_record, size, to_record
 from fathomlm.errors import OptionError
-from fathomlm.jsonfile import shown
+from fathomlm.options import check, option
 
 NormKind = Literal["rms", "rms_plus_one", "layer"]
 Residual = Literal["pre", "post", "sandwich", "around", "parallel"]
@@ -31,40 +31,31 @@ LINEARS = ("q", "k", "v", "o", *CROSS, "gate", "up", "down")
 class Rope:
     """Rotary position embedding: the base frequency and how it is stretched to longer contexts."""
 
-    theta: float = 10_000.0
+    theta: float = option(10_000.0, gt=0)
     scaling: RopeScaling = "none"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
+    factor: float = option(1.0, gt=0)
+    low_freq_factor: float = option(1.0, gt=0)
     """Llama 3 only: wavelengths longer than original_context / this are divided by `factor`."""
-    high_freq_factor: float = 4.0
+    high_freq_factor: float = option(4.0, gt=0)
     """Llama 3 only: wavelengths shorter than original_context / this stay as they are."""
-    original_context: int = 8192
+    original_context: int = size("original_context", 8192)
     """Llama 3, YaRN, LongRoPE: the context length that the model was first trained at."""
-    beta_fast: float = 32.0
+    beta_fast: float = option(32.0, gt=0)
     """YaRN: frequencies with more turns than this over the original context stay as they are."""
-    beta_slow: float = 1.0
+    beta_slow: float = option(1.0, gt=0)
     """YaRN: those with fewer turns than this are divided by `factor`; between the two they are blended."""
     truncate: bool = True
     """YaRN: whether the ends of the blend are rounded to whole frequencies."""
-    attention_factor: float = 1.0
+    attention_factor: float = option(1.0, gt=0)
     """YaRN, LongRoPE: what queries and keys are multiplied by, as part of the rotation."""
-    factors: tuple[float, ...] = ()
+    factors: tuple[float, ...] = option((), gt=0)
     """LongRoPE: what each frequency is divided by, within the original context."""
 
     def __post_init__(self) -> None:
-        check_name("rope scaling", self.scaling, get_args(RopeScaling))
-        for name in ("theta", "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor"):
-            check_number(f"rope {name}", getattr(self, name), above=0.0)
-        check_flag("rope truncate", self.truncate)
-        for factor in self.factors:
-            check_number("rope factors", factor, above=0.0)
-        check_size("original_context", self.original_context)
+        check(self, "rope.")
 
     def to_dict(self) -> dict[str, Any]:
-        """Fields of later scalings are left out where they are as usual, so that files stay as they were."""
-        record = dataclasses.asdict(self) | {"factors": list(self.factors)}
-        usual = {f.name: f.default for f in dataclasses.fields(self) if f.name in LATER_ROPE}
-        return {name: value for name, value in record.items() if name not in usual or value not in (usual[name], [])}
+        return to_record(self, LATER_ROPE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,26 +90,26 @@ class Architecture:
 
     family: str
     """The checkpoint layout that is read and exported: llama, mistral, ... (`checkpoints.families`)."""
-    layers: int
-    hidden: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
-    context: int = 2048
+    layers: int = size("layers")
+    hidden: int = size("hidden")
+    intermediate: int = size("intermediate")
+    heads: int = size("heads")
+    kv_heads: int = size("kv_heads")
+    head_dim: int = size("head_dim")
+    vocab: int = size("vocab")
+    context: int = size("context", 2048)
     """The longest sequence that the base was trained for."""
     tied_embeddings: bool = True
     """Whether the output head is the input embedding."""
     norm: NormKind = "rms"
-    norm_eps: float = 1e-5
+    norm_eps: float = option(1e-5)
     activation: Activation = "silu"
     gated: bool = True
     """Whether the feed-forward part is down(act(gate(x)) * up(x)); otherwise down(act(up(x)))."""
     residual: Residual = "pre"
     """pre: norm before each half; post: after it, in front of the sum (OLMo 2); sandwich: before and after (Gemma 3);
     around: before it, and over the sum (Huginn); parallel: both halves read one input (Pythia)."""
-    residual_scale: float = 1.0
+    residual_scale: float = option(1.0)
     """pre: what each half's output is multiplied by before it is added (Granite)."""
     qk_norm: bool = False
     qk_norm_wide: bool = False
@@ -131,38 +122,38 @@ class Architecture:
     rope: Rope = field(default_factory=Rope)
     local_rope: Rope | None = None
     """The rotary base of layers with a window, where it differs (Gemma 3)."""
-    rotary_fraction: float = 1.0
+    rotary_fraction: float = option(1.0, ge=0, le=1)
     """The part of each head that is rotated (Pythia: a quarter)."""
     rotated: tuple[bool, ...] = ()
     """Which layers rotate queries and keys (SmolLM3: three of four); empty means that all do."""
-    windows: tuple[int | None, ...] = ()
+    windows: tuple[int | None, ...] = option((), ge=1, le=BOUNDS["window"][1])
     """The attention window of each layer (None: the whole context); empty means no layer has one."""
-    attention_scale: float | None = None
+    attention_scale: float | None = option(None)
     """What scores are multiplied by; None means head_dim ** -0.5."""
-    embedding_scale: float = 1.0
+    embedding_scale: float = option(1.0)
     """What embeddings are multiplied by (Gemma: hidden ** 0.5)."""
-    head_scale: float = 1.0
+    head_scale: float = option(1.0)
     """What hidden states are multiplied by before the head (the first T5: hidden ** -0.5)."""
     positions: Positions = "rotary"
     """rotary turns queries and keys; relative adds a learned number for each head and distance to the scores (T5)."""
-    relative_buckets: int = 32
+    relative_buckets: int = size("relative_buckets", 32)
     """relative: how many numbers a head has. Half of them are for one distance each, the others for ever longer ranges."""
-    relative_distance: int = 128
+    relative_distance: int = size("relative_distance", 128)
     """relative: all distances from this one on have the same number."""
     cross: bool = False
     """Whether each layer also attends to an encoder's output (thesis 2, the T5 family)."""
-    memory_width: int = 0
+    memory_width: int = size("memory_width", 0)
     """cross: how wide the encoder's output is."""
-    experts: int = 0
+    experts: int = size("experts", 0)
     """How many feed-forward parts of width `intermediate` a layer has, of which a router chooses for each token (Qwen3-MoE);
     0 is one for all."""
-    experts_per_token: int = 0
+    experts_per_token: int = size("experts_per_token", 0)
     """experts: how many it chooses."""
     experts_normed: bool = False
     """experts: whether the chosen ones' probabilities are made to add up to 1."""
 
     def __post_init__(self) -> None:
-        self._check_types()
+        check(self, inside=False)
         if self.heads % self.kv_heads:
             raise OptionError(f"kv_heads must divide heads, got {self.kv_heads} and {self.heads}")
         if self.windows and len(self.windows) != self.layers:
@@ -189,31 +180,7 @@ class Architecture:
         if self.experts and (not usual or self.residual_scale != 1.0):
             raise OptionError("experts require gated SiLU feed-forward parts without biases, and residual='pre'")
 
-    def _check_types(self) -> None:
-        for name in SIZES:
-            check_size(name, getattr(self, name))
-        for name in FLAGS:
-            check_flag(name, getattr(self, name))
-        for name, known in (("norm", NormKind), ("activation", Activation), ("residual", Residual)):
-            check_name(name, getattr(self, name), get_args(known))
-        if not isinstance(self.family, str):
-            raise OptionError(f"family must be a name, got {shown(self.family)}")
-        for rotates in self.rotated:
-            check_flag("rotated", rotates)
-        for name in ("norm_eps", "embedding_scale", "head_scale", "residual_scale"):
-            check_number(name, getattr(self, name))
-        if self.attention_scale is not None:
-            check_number("attention_scale", self.attention_scale)
-        if not 0 <= check_number("rotary_fraction", self.rotary_fraction) <= 1:
-            raise OptionError(f"rotary_fraction must be between 0 and 1, got {self.rotary_fraction:g}")
-        if not isinstance(self.rope, Rope) or not isinstance(self.local_rope, Rope | None):
-            raise OptionError("rope and local_rope must be Rope objects")
-        for window in self.windows:
-            if window is not None:
-                check_size("window", window)
-
     def _check_relative(self) -> None:
-        check_name("positions", self.positions, get_args(Positions))
         if self.positions == "rotary":
             return
         if self.rotary_dim or self.kv_heads != self.heads:
@@ -340,53 +307,16 @@ class Architecture:
         return dataclasses.replace(self, layers=len(origins), windows=windows, rotated=rotated)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values; `from_dict` restores an equal architecture. Traits of encoder-decoder models are left out of
-        others, whose files stay as they were."""
-        record = dataclasses.asdict(self)
-        record |= {"windows": list(self.windows), "rotated": list(self.rotated) or (), "rope": self.rope.to_dict()}
-        record["local_rope"] = None if self.local_rope is None else self.local_rope.to_dict()
-        usual = {f.name: f.default for f in dataclasses.fields(self) if f.name in LATER_TRAITS}
-        return {name: value for name, value in record.items() if name not in usual or value != usual[name]}
+        local = None if self.local_rope is None else self.local_rope.to_dict()
+        return to_record(self, LATER_TRAITS) | {"rope": self.rope.to_dict(), "local_rope": local}
 
     @classmethod
-    def from_dict(cls, record: dict[str, Any]) -> Architecture:
-        values = dict(_checked(cls, record, "architecture"))
-        values["rope"] = _rope(values.get("rope", {}))
-        if values.get("local_rope") is not None:
-            values["local_rope"] = _rope(values["local_rope"])
-        windows = values.get("windows", [])
-        if not isinstance(windows, list | tuple):
-            raise OptionError(f"windows must be a list with a window for each layer, got {shown(windows)}")
-        values["windows"] = tuple(windows)
-        if not isinstance(rotated := values.get("rotated", []), list | tuple):
-            raise OptionError(f"rotated must be a list with true or false for each layer, got {shown(rotated)}")
-        values["rotated"] = tuple(rotated)
-        return cls(**values)
+    def from_dict(cls, record: object) -> Architecture:
+        return read_record(cls, record, "architecture")
 
 
-SIZES = (
-    "layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocab", "context", "relative_buckets",
-    "relative_distance", "memory_width", "experts", "experts_per_token",
-)  # fmt: skip
-FLAGS = (
-    "tied_embeddings", "gated", "qk_norm", "qk_norm_wide", "qkv_bias", "qk_bias", "o_bias", "mlp_bias", "cross",
-    "experts_normed",
-)  # fmt: skip
 LATER_TRAITS = (
     "head_scale", "positions", "relative_buckets", "relative_distance", "cross", "memory_width", "residual_scale",
     "qk_norm_wide", "qk_bias", "rotated", "experts", "experts_per_token", "experts_normed",
 )  # fmt: skip
 """Fields that are written only where they are not as usual."""
-
-
-def _rope(record: object) -> Rope:
-    values = _checked(Rope, record, "rope")
-    if not isinstance(factors := values.get("factors", []), list | tuple):
-        raise OptionError(f"rope factors must be a list of numbers, got {shown(factors)}")
-    return Rope(**{**values, "factors": tuple(factors)})
-
-
-def _checked(cls: type[Architecture] | type[Rope], record: object, what: str) -> dict[str, Any]:
-    fields = dataclasses.fields(cls)
-    required = {f.name for f in fields if f.default is f.default_factory is dataclasses.MISSING}
-    return check_record(what, record, [f.name for f in fields], required)

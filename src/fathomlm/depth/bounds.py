@@ -1,4 +1,5 @@
-"""How large a model may say that it is: one table, looked at before anything is built.
+"""How large a model may say that it is: one table, looked at before anything is built; and shapes and plans as records of
+files.
 
 Sizes come from files that anyone can write. Each bound is far above every published model, and low enough that what follows
 from a size alone (a plan's steps, a model without weights) takes seconds and megabytes at most.
@@ -6,11 +7,15 @@ from a size alone (a plan's steps, a model without weights) takes seconds and me
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection
-from typing import Any
+from typing import Any, TypeVar
 
-from fathomlm.errors import FathomError, OptionError, is_number, nearest
-from fathomlm.jsonfile import shown, shown_name
+from fathomlm.errors import FathomError, OptionError
+from fathomlm.jsonfile import Fields, shown
+from fathomlm.options import option
+
+T = TypeVar("T")
 
 BOUNDS: dict[str, tuple[int, int]] = {
     "layers": (1, 1024),
@@ -49,40 +54,25 @@ def check_size(name: str, value: object, *, called: str | None = None) -> int:
     return value
 
 
-def check_flag(name: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise OptionError(f"{name} must be true or false, got {shown(value)}")
-    return value
+def size(name: str, default: Any = dataclasses.MISSING) -> Any:
+    """A dataclass field that holds such a size; `options.check` looks at it."""
+    least, most = BOUNDS[name]
+    return option(default, ge=least, le=most)
 
 
-def check_number(name: str, value: Any, *, above: float | None = None) -> float:
-    """A finite number."""
-    if not is_number(value) or (above is not None and value <= above):
-        rule = "a finite number" if above is None else f"> {above:g}"
-        raise OptionError(f"{name} must be {rule}, got {shown(value)}")
-    return float(value)
-
-
-def check_name(name: str, value: object, known: tuple[str, ...]) -> str:
-    if not isinstance(value, str) or value not in known:
-        hint = nearest(value, known) if isinstance(value, str) else ""
-        raise OptionError(f"{name} must be one of {', '.join(known)}, got {shown(value)}{hint}")
-    return value
-
-
-def check_record(
-    what: str,
-    record: object,
-    known: Collection[str],
-    required: Collection[str] = (),
-    *,
-    error: type[FathomError] = OptionError,
-) -> dict[str, Any]:
-    """An object of a file with known fields only, the required ones among them."""
+def read_record(cls: type[T], record: object, what: str, *, error: type[FathomError] = OptionError) -> T:
+    """A dataclass from an object of a file, with known fields only and the required ones among them."""
     if not isinstance(record, dict):
         raise error(f"the {what} must be an object, got {shown(record)}")
-    if unknown := sorted(shown_name(str(name)) for name in record if name not in known):
-        raise error(f"unknown {what} field(s): {', '.join(unknown[:8])}; known: {', '.join(sorted(known))}")
-    if missing := sorted(set(required) - set(record)):
-        raise error(f"the {what} is missing {', '.join(missing)}")
-    return record
+    return Fields(record, f"the {what}", error=error).build(cls)
+
+
+def to_record(instance: Any, later: Collection[str] = ()) -> dict[str, Any]:
+    """A dataclass as JSON has it, which `read_record` restores. Fields that came `later` are left out where they have their
+    default, so that files stay as they were."""
+    found = {}
+    for field in dataclasses.fields(instance):
+        value = getattr(instance, field.name)
+        if field.name not in later or value != field.default:
+            found[field.name] = list(value) if isinstance(value, tuple) else value
+    return found

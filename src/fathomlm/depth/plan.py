@@ -15,11 +15,11 @@ from functools import cached_property
 from typing import Any, Literal, get_args
 
 from fathomlm.depth.architecture import Architecture
-from fathomlm.depth.bounds import check_flag, check_record, check_size
+from fathomlm.depth.bounds import check_size, read_record, size, to_record
 from fathomlm.depth.routing import Routing
 from fathomlm.depth.sharing import STRATEGIES, spread
-from fathomlm.errors import OptionError, PlanError, choices, is_int
-from fathomlm.jsonfile import shown
+from fathomlm.errors import OptionError, PlanError, choices
+from fathomlm.options import check
 
 Resize = Literal["add", "drop"]
 Part = Literal["prelude", "core", "coda", "exit"]
@@ -29,9 +29,7 @@ KVMode = Literal["cache", "share", "hybrid"]
 those with its own written over them (thesis 4.3.3, and its appendix on KV sharing)."""
 KV_MODES: tuple[str, ...] = get_args(KVMode)
 LOOP_TRAITS = ("loop_norm", "injection", "core_norm")
-"""What stands between recursions, by its fields; written only where it is there."""
-EXIT_FLAGS = {"layer": "exit_layer", "gate": "exit_gate", "draft": "draft"}
-"""What `with_exits` takes beside exits, by the plan's fields."""
+"""What stands between recursions, by its fields."""
 DEFAULT_RECURSIONS = 2
 """Of a model that is to be looped, where nobody says how often."""
 
@@ -344,51 +342,52 @@ class DepthPlan:
 
     def to_dict(self) -> dict[str, Any]:
         """The few numbers that the plan follows from; `from_dict` lays it out again."""
-        record: dict[str, Any] = {
-            "sharing": self.sharing,
-            "recursions": self.recursions,
-            "base_layers": self.base_layers,
-            "unrolled_layers": self.unrolled_layers,
-        }
-        record |= {"exits": list(self.exits)} if self.exits else {}
-        record |= {name: True for name in (*EXIT_FLAGS.values(), *LOOP_TRAITS) if getattr(self, name)}
         apart = STRATEGIES[self.sharing].kept_apart
-        record |= {"ends": list(self.ends)} if self.ends != (apart, apart) else {}
-        record |= {"kv": self.kv} if self.kv != "cache" else {}
-        record |= {"kv_sharing": self.kv_sharing, "kv_loops": self.kv_loops} if self.kv_sharing is not None else {}
-        return record | ({"routing": self.routing.to_dict()} if self.routing is not None else {})
+        same = {field.name: getattr(self, field.name) for field in dataclasses.fields(PlanRecord) if field.name != "ends"}
+        record = to_record(PlanRecord(**same, ends=None if self.ends == (apart, apart) else self.ends), PLAN_TRAITS)
+        return record | ({} if self.routing is None else {"routing": self.routing.to_dict()})
 
     @classmethod
-    def from_dict(cls, record: dict[str, Any]) -> DepthPlan:
-        required = ("sharing", "recursions", "base_layers", "unrolled_layers")
-        optional = ("exits", "kv", "kv_sharing", "kv_loops", "routing", "ends", *EXIT_FLAGS.values(), *LOOP_TRAITS)
-        check_record("plan", record, (*required, *optional), required, error=PlanError)
-        for name in ("sharing", "kv", "kv_sharing"):
-            if not isinstance(record.get(name, ""), str):
-                raise PlanError(f"the plan's {name} must be a name, got {shown(record[name])}")
-        sizes = ("base_layers", "unrolled_layers", "recursions")
-        base, unrolled, recursions = (_checked(name, record[name], called=f"plan.{name}") for name in sizes)
-        loops = _checked("kv_loops", record.get("kv_loops", 1), called="plan.kv_loops")
+    def from_dict(cls, record: object) -> DepthPlan:
+        given = read_record(PlanRecord, record, "plan", error=PlanError)
+        base, unrolled = given.base_layers, given.unrolled_layers
         resize: Resize | None = None if base == unrolled else ("add" if unrolled > base else "drop")
-        ends = record.get("ends")
-        two = isinstance(ends, list) and len(ends) == 2 and all(is_int(n) for n in ends)
-        if ends is not None and not two:
-            raise PlanError(f"the plan's ends must be two numbers of layers, got {shown(ends)}")
-        plan = cls.build(record["sharing"], recursions, base, resize, None if ends is None else (ends[0], ends[1]))
+        plan = cls.build(given.sharing, given.recursions, base, resize, given.ends)
         if plan.unrolled_layers != unrolled:
             raise PlanError(f"the plan says {unrolled} unrolled layers, its other fields give {plan.unrolled_layers}")
-        for name in (*EXIT_FLAGS.values(), *LOOP_TRAITS):
-            if not isinstance(record.get(name, False), bool):
-                raise PlanError(f"{name} must be true or false, got {shown(record[name])}")
-        plan = dataclasses.replace(plan, **{name: record.get(name, False) for name in LOOP_TRAITS})
-        exits = record.get("exits", [])
-        if not isinstance(exits, list) or not all(is_int(index) for index in exits):
-            raise PlanError(f"the plan's exits must be a list of steps, got {shown(exits)}")
-        parts = {name: record.get(field, False) for name, field in EXIT_FLAGS.items()}
-        plan = plan.with_exits(exits, **parts)
-        if (routing := record.get("routing")) is not None:
-            plan = plan.with_routing(Routing.from_dict(routing))
-        return plan.with_kv(record.get("kv", "cache"), record.get("kv_sharing"), loops)
+        plan = dataclasses.replace(plan, **{name: getattr(given, name) for name in LOOP_TRAITS})
+        plan = plan.with_exits(given.exits, layer=given.exit_layer, gate=given.exit_gate, draft=given.draft)
+        return plan.with_routing(given.routing).with_kv(given.kv, given.kv_sharing, given.kv_loops)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRecord:
+    """A plan as files have it: see `DepthPlan` for its fields."""
+
+    sharing: str
+    recursions: int = size("recursions")
+    base_layers: int = size("base_layers")
+    unrolled_layers: int = size("unrolled_layers")
+    exits: tuple[int, ...] = ()
+    exit_layer: bool = False
+    exit_gate: bool = False
+    draft: bool = False
+    loop_norm: bool = False
+    injection: bool = False
+    core_norm: bool = False
+    ends: tuple[int, int] | None = None
+    """Where they are not the strategy's own."""
+    kv: KVMode = "cache"
+    kv_sharing: str | None = None
+    kv_loops: int = size("kv_loops", 1)
+    routing: Routing | None = None
+
+    def __post_init__(self) -> None:
+        check(self, inside=False)
+
+
+PLAN_TRAITS = [field.name for field in dataclasses.fields(PlanRecord)][4:]
+"""What is written only where it is not as usual."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -396,9 +395,9 @@ class ExitParts:
     """What an early exit may have of its own, beside the final norm and the head that all outputs share; the same for every
     exit of a model."""
 
-    head_rank: int = 0
+    head_rank: int = size("rank", 0)
     """A low-rank delta on the head (thesis 3, early-exit appendix)."""
-    adapter_rank: int = 0
+    adapter_rank: int = size("rank", 0)
     """A low-rank adapter on the residual stream, before the final norm."""
     layer: bool = False
     """A whole layer over the states at the exit, with keys and values of its own."""
@@ -408,10 +407,7 @@ class ExitParts:
     """A draft layer behind the model, instead of exits in it."""
 
     def __post_init__(self) -> None:
-        for name in ("head_rank", "adapter_rank"):
-            check_size("rank", getattr(self, name), called=f"the {name} of exits")
-        for name in ("layer", "classifier", "draft"):
-            check_flag(f"the {name} of exits", getattr(self, name))
+        check(self)
 
     def __bool__(self) -> bool:
         return bool(self.head_rank or self.adapter_rank or self.layer or self.classifier or self.draft)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from fathomlm.depth import Routing
 from fathomlm.engine.device_state import COLUMNS
 from fathomlm.errors import OptionError
+from fathomlm.model.route import Routers, draw, draw_key
 from fathomlm.model.route.expert import ExpertRouters, advance
-from fathomlm.model.route.routers import Routers, draw, draw_key
 from fathomlm.model.route.token import TokenRouters, drawn_depth
 
 TOKEN, POSITION, MAX_DEPTH, EPOCH = (COLUMNS.index(name) for name in ("token", "position", "max_depth", "epoch"))

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from fathomlm.kernels.grouped_lora import add_grouped_lora
 from fathomlm.kernels.norm import RMSNorm
-from fathomlm.model.relax import LoraDelta, StepDelta
-from fathomlm.model.relax.lora import DoraDelta, LoraStep, offset_key
+from fathomlm.model.relax import StepDelta
+from fathomlm.model.relax.lora import DoraDelta, LoraDelta, LoraStep, offset_key
 
 
 class Additions(NamedTuple):

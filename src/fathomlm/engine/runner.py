@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from fathomlm.decode.draft_tree import TreeShape
-from fathomlm.decode.entry_copy import check_loops
 from fathomlm.decode.exiting import SERVED_MODES, Exiting
 from fathomlm.depth import Architecture, DepthPlan
 from fathomlm.engine.batch_routers import BatchRouters
@@ -369,10 +368,7 @@ def _exits(plan: DepthPlan, exiting: Exiting | None) -> tuple[int, ...]:
         raise OptionError(f"the engine exits by {', '.join(SERVED_MODES)} decoding, not '{exiting.mode}'")
     if exiting.refine is not None:
         raise OptionError("the engine does not support refinement; use fathomlm generate")
-    exits = exiting.exits(plan)
-    if exiting.mode == "entry-copy":
-        check_loops(plan, exits)
-    return exits
+    return exiting.exits(plan)
 
 
 def _check_forced(plan: DepthPlan, layout: Layout, options: EngineOptions, exits: int, drafts: bool) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -20,16 +20,12 @@ from fathomlm.kernels.half import half_dtype, keeps_gradients
 from fathomlm.model.attention_mask import AttentionMasks, TokenBatch, full_masks, gathered_masks, rolled_mask
 from fathomlm.model.blocks import Block, Packed
 from fathomlm.model.encoder_memory import EncoderMemory
-from fathomlm.model.route import DepthControl, RoutedWalk, Routers, RoutingTrace, TopKOptions
-from fathomlm.model.stack import LayerStack, reset_module, scaled
+from fathomlm.model.route import DepthControl, RoutedWalk, Routers, RoutingTrace, RunSteps, TopKOptions
+from fathomlm.model.stack import LayerStack, scaled
 
 Recompute = Literal["none", "inner", "recursion", "layer"]
 """Activation checkpointing: what the backward pass computes again instead of keeping. `inner` are the feed-forward part's
 activations, cheap to make; a compiled layer without relaxation does so, any other keeps them."""
-
-
-class _Walk(Protocol):
-    def __call__(self, x: Tensor, steps: Sequence[Step], masks: AttentionMasks, kv: Cache | NoCache) -> Tensor: ...
 
 
 class Decoder(LayerStack):
@@ -43,7 +39,7 @@ class Decoder(LayerStack):
     def compile_for_training(self, backend: str = "inductor") -> None:
         """Compile all that a training pass runs."""
         self.compile_layers(backend)
-        self._pack = torch.compile(_pack, dynamic=False, backend=backend)
+        self._pack = torch.compile(Block.pack, dynamic=False, backend=backend)
         self._look_up = torch.compile(_look_up, dynamic=False, backend=backend)
         if self.routers is not None:
             self.routers.compile_parts(backend)
@@ -71,7 +67,8 @@ class Decoder(LayerStack):
         router decided. `states` is given the residual stream in front of the first step and after each; in a routed model
         tokens differ in their steps, and there are none. `recompute` is for training without a cache.
         """
-        x = self._embed(tokens_BT) if embeddings_BTM is None else self._scale(embeddings_BTM)
+        scale = self.architecture.embedding_scale
+        x = self.enter(tokens_BT) if embeddings_BTM is None else scaled(embeddings_BTM, scale)
         past = 0 if cache is None else cache.length
         ids = tokens_BT if embeddings_BTM is None else None
         rows = self.equipped(TokenBatch.of(x, positions_BT, keep_BS, past=past, tokens_BT=ids), memory)
@@ -86,7 +83,7 @@ class Decoder(LayerStack):
             raise OptionError("a depth bias moves what a router decides; this model has none that learned to")
         if states is not None and self.plan.routing is not None:
             raise UnsupportedModel("a routed model has no hidden states step by step: its tokens run different steps")
-        walk = self._again(self._walk, recompute)
+        walk = self._again(self.run_steps, recompute)
         if self.plan.routing is None:
             control.check(self.plan.recursions)
             deepest = control.recursions(self.plan.recursions)
@@ -140,7 +137,7 @@ class Decoder(LayerStack):
         rows = self.equipped(TokenBatch.of(x, None, keep_BS, past=0, documents_BT=documents_BT, tokens_BT=tokens_BT), memory)
         masks = full_masks(self.architecture, self.plan, rows, x.dtype)
         kv = NoCache(self.plan)
-        walk = partial(self._walk, packed=self._packed(x), keep_inner=recompute != "inner", kept_SB=kept_SB)
+        walk = partial(self.run_steps, packed=self._packed(x), keep_inner=recompute != "inner", kept_SB=kept_SB)
         if self.plan.routing is not None:
             return self._routed_states(x, rows, masks, kv, at, walk, recompute, causal, top_k, trace)
         found: dict[int, Tensor] = {}
@@ -182,7 +179,7 @@ class Decoder(LayerStack):
         for rolled in range(ahead):
             if rolled:
                 masks = {window: rolled_mask(masks[window], tokens_BT.shape[1], begins_BT)}
-            state_BTM = self._walk(self.exit_draft(x_BTM, _shifted(state_BTM, begins_BT)), (step,), masks, kv)
+            state_BTM = self.run_steps(self.exit_draft(x_BTM, _shifted(state_BTM, begins_BT)), (step,), masks, kv)
             yield state_BTM
 
     def _routed_states(
@@ -192,7 +189,7 @@ class Decoder(LayerStack):
         masks: AttentionMasks,
         kv: NoCache,
         at: Collection[int],
-        walk: _Walk,
+        walk: RunSteps,
         recompute: Recompute,
         causal: bool,
         top_k: TopKOptions | None,
@@ -230,16 +227,16 @@ class Decoder(LayerStack):
         if self._look_up is not None and tokens_BT.is_cuda and torch.is_grad_enabled():
             x: Tensor = self._look_up(tokens_BT, weight, self.architecture.embedding_scale, dtype)
             return x
-        return self._embed(tokens_BT).to(dtype)
+        return self.enter(tokens_BT).to(dtype)
 
     def _part(self, part: str) -> list[Step]:
         return [step for step in self.plan if step.part == part]
 
-    def _routed(self, run: _Walk) -> RoutedWalk:
+    def _routed(self, run: RunSteps) -> RoutedWalk:
         assert isinstance(self.routers, Routers)
         return RoutedWalk(self.architecture, self.plan, self.routers, run, self._see)
 
-    def _again(self, walk: _Walk, recompute: Recompute) -> _Walk:
+    def _again(self, walk: RunSteps, recompute: Recompute) -> RunSteps:
         """The walk, keeping activations or computing them again in the backward pass."""
         if recompute in ("none", "inner") or not torch.is_grad_enabled():
             return walk
@@ -271,10 +268,3 @@ def _shifted(state_BTM: Tensor, begins_BT: Tensor | None) -> Tensor:
     """Each token's state at the next one's place; zeros where there is none before it in its document."""
     before_BTM = torch.nn.functional.pad(state_BTM[:, :-1], (0, 0, 1, 0))
     return before_BTM if begins_BT is None else before_BTM.masked_fill(begins_BT[..., None], 0)
-
-
-def _pack(layer: Block, dtype: torch.dtype) -> Packed:
-    return layer.pack(dtype)
-
-
-__all__ = ["Cache", "Decoder", "Recompute", "reset_module"]

@@ -17,27 +17,13 @@ from torch import nn
 from transformers import LongT5Config, LongT5EncoderModel, MT5Config, MT5EncoderModel, T5Config, T5EncoderModel
 
 from fathomlm.depth import Architecture
-from fathomlm.depth.bounds import check_number, check_size
-from fathomlm.errors import OptionError, choices
+from fathomlm.depth.bounds import check_size
+from fathomlm.errors import OptionError, choices, is_number, require
 from fathomlm.jsonfile import shown
 
 ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_new", "relu": "relu"}
 """How Hugging Face spells them."""
-FIELDS = (
-    "d_model",
-    "d_kv",
-    "d_ff",
-    "num_layers",
-    "num_heads",
-    "relative_attention_num_buckets",
-    "relative_attention_max_distance",
-    "dropout_rate",
-    "layer_norm_epsilon",
-    "initializer_factor",
-    "feed_forward_proj",
-    "dense_act_fn",
-)
-SIZES = {
+FIELDS: dict[str, str | type] = {
     "d_model": "hidden",
     "d_kv": "head_dim",
     "d_ff": "intermediate",
@@ -45,13 +31,14 @@ SIZES = {
     "num_heads": "heads",
     "relative_attention_num_buckets": "relative_buckets",
     "relative_attention_max_distance": "relative_distance",
-    "local_radius": "context",
-    "global_block_size": "context",
+    "dropout_rate": float,
+    "layer_norm_epsilon": float,
+    "initializer_factor": float,
+    "feed_forward_proj": str,
+    "dense_act_fn": str,
 }
-"""By which bound each of them is checked."""
-NUMBERS = ("dropout_rate", "layer_norm_epsilon", "initializer_factor")
-NAMES = ("feed_forward_proj", "dense_act_fn", "encoder_attention_type")
-LONG_FIELDS = ("local_radius", "global_block_size", "encoder_attention_type")
+"""What is read of an encoder: sizes, each with its bound, numbers and names."""
+LONG_FIELDS = FIELDS | {"local_radius": "context", "global_block_size": "context", "encoder_attention_type": str}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +47,13 @@ class EncoderKind:
 
     config: Any
     model: Any
-    fields: tuple[str, ...]
+    fields: dict[str, str | type]
 
 
 ENCODERS: dict[str, EncoderKind] = {
     "t5": EncoderKind(T5Config, T5EncoderModel, FIELDS),
     "mt5": EncoderKind(MT5Config, MT5EncoderModel, FIELDS),
-    "longt5": EncoderKind(LongT5Config, LongT5EncoderModel, FIELDS + LONG_FIELDS),
+    "longt5": EncoderKind(LongT5Config, LongT5EncoderModel, LONG_FIELDS),
 }
 
 
@@ -142,12 +129,12 @@ def _kind(record: Mapping[str, Any]) -> EncoderKind:
 def _config(kind: EncoderKind, values: dict[str, Any]) -> Any:
     """Checked before transformers sees it: it builds what a configuration says."""
     for name, value in values.items():
-        if name in SIZES:
-            check_size(SIZES[name], value, called=f"the encoder's {name}")
-        elif name in NUMBERS:
-            check_number(f"the encoder's {name}", value)
-        elif name in NAMES and not isinstance(value, str):
-            raise OptionError(f"the encoder's {name} must be a name, got {shown(value)}")
+        rule = kind.fields.get(name)
+        if isinstance(rule, str):
+            check_size(rule, value, called=f"the encoder's {name}")
+        elif rule is not None:
+            right = isinstance(value, str) if rule is str else is_number(value)
+            require(right, f"the encoder's {name}", "a name" if rule is str else "a finite number", value)
     try:
         return kind.config(**values)
     except (StrictDataclassError, TypeError, ValueError) as error:

@@ -17,7 +17,7 @@ from fathomlm.depth import Architecture
 from fathomlm.errors import OptionError
 from fathomlm.kernels.norm import RMSNorm
 from fathomlm.model.blocks.attention import build_linear
-from fathomlm.model.relax import LoraDelta
+from fathomlm.model.relax.lora import LoraDelta
 
 
 class ExitAdapter(nn.Module):

@@ -20,7 +20,8 @@ from transformers.utils.generic import can_return_tuple
 from fathomlm.depth import Architecture, DepthPlan, Relaxation, Step
 from fathomlm.errors import CheckpointError, OptionError
 from fathomlm.model.config import FathomConfig
-from fathomlm.model.decoder import Decoder, reset_module
+from fathomlm.model.decoder import Decoder
+from fathomlm.model.stack import reset_module
 
 INTRODUCTION = "fathomlm_auto"
 """The module beside a saved model that names our classes."""

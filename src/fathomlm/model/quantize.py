@@ -19,9 +19,9 @@ from fathomlm.kernels.half import effective_weight, folded
 from fathomlm.kernels.norm import RMSNorm
 from fathomlm.kernels.quantized import Kind, QuantizedWeight
 from fathomlm.model.blocks import Block, CrossBlock
+from fathomlm.model.blocks.attention import QuantizedLinear
 from fathomlm.model.blocks.feed_forward import FeedForward
 from fathomlm.model.blocks.step_context import CrossRows, PackedRows
-from fathomlm.model.quantized_linear import QuantizedLinear
 from fathomlm.model.stack import LayerStack
 
 

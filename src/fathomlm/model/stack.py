@@ -23,14 +23,14 @@ from fathomlm.kernels.recompiling import allow_recompiling
 from fathomlm.kernels.row_linear import RowWeight
 from fathomlm.model.attention_mask import AttentionMasks, RelativeBias, TokenBatch
 from fathomlm.model.blocks import Block, Packed, StepContext, build_block
-from fathomlm.model.blocks.attention import build_linear, build_norm
+from fathomlm.model.blocks.attention import QuantizedLinear, build_linear, build_norm
 from fathomlm.model.blocks.feed_forward import ExpertLinear
 from fathomlm.model.blocks.step_context import PackedRows
 from fathomlm.model.cached_rows import run_cached_rows
 from fathomlm.model.encoder_memory import EncoderMemory
 from fathomlm.model.exits import DraftLayer, ExitAdapter, ExitClassifier, ExitVocab
-from fathomlm.model.quantized_linear import QuantizedLinear
-from fathomlm.model.relax import LoraDelta, StepDelta, build_deltas, build_encodings
+from fathomlm.model.relax import StepDelta, build_deltas, build_encodings
+from fathomlm.model.relax.lora import LoraDelta
 from fathomlm.model.route import Routers, build_routers
 
 MOST_SHAPES = 64
@@ -202,23 +202,12 @@ class LayerStack(nn.Module):
         """What the draft layer reads of tokens, given the last layer's states of the tokens before them (zeros at position
         0), or in their place its own output for drafts."""
         assert self.exit_draft is not None
-        x_BTM: Tensor = self.exit_draft(self._embed(tokens_BT), before_BTM)
+        x_BTM: Tensor = self.exit_draft(self.enter(tokens_BT), before_BTM)
         return x_BTM
 
     def enter(self, tokens_BT: Tensor) -> Tensor:
         """The residual stream in front of the first step."""
-        return self._embed(tokens_BT)
-
-    def run_steps(
-        self,
-        x_BTM: Tensor,
-        steps: Sequence[Step],
-        masks: AttentionMasks,
-        cache: Cache | NoCache,
-    ) -> Tensor:
-        """The residual stream after some steps of the plan: a part of a forward pass, for early exit. An exit's own
-        step makes of it what that exit reads."""
-        return self._walk(x_BTM, steps, masks, cache)
+        return scaled(self.embed(tokens_BT), self.architecture.embedding_scale)
 
     @torch.no_grad()
     def pack_rows(self, own: Sequence[Step] = (), *, merge: bool = False) -> dict[int, PackedRows]:
@@ -289,13 +278,7 @@ class LayerStack(nn.Module):
         own = (self.exit_adapters, self.exit_heads, self.exit_blocks)
         return self.exit_vocab is not None or any(str(index) in one for one in own)
 
-    def _embed(self, tokens_BT: Tensor) -> Tensor:
-        return self._scale(self.embed(tokens_BT))
-
-    def _scale(self, x: Tensor) -> Tensor:
-        return scaled(x, self.architecture.embedding_scale)
-
-    def _walk(
+    def run_steps(
         self,
         x: Tensor,
         steps: Sequence[Step],
@@ -305,7 +288,8 @@ class LayerStack(nn.Module):
         keep_inner: bool = True,
         kept_SB: Tensor | None = None,
     ) -> Tensor:
-        """Run some steps of the plan, in order. Rows that `kept_SB` names as False for a step come out as they went in."""
+        """The residual stream after some steps of the plan, in order, or after an exit's own step, which makes of it what
+        that exit reads. Rows that `kept_SB` names as False for a step come out as they went in."""
         if self.cpu_layers is not None and self.inject is None and x.shape[1] == 1 and self.cpu_layers.takes(x):
             done = run_cached_rows(self.cpu_layers, self.norm, self.architecture, self.plan, x, steps, masks, kv)
             if done is not None:

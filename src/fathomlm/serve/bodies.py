@@ -366,8 +366,7 @@ def parse(body: bytes, model: type[Body]) -> Body:
     try:
         return model.model_validate(found)
     except ValidationError as error:
-        errors = error.errors(include_url=False, include_input=False)
-        raise validation_error([one | {"loc": ("body", *one["loc"])} for one in errors], found) from None
+        raise validation_error(error.errors(include_url=False, include_input=False), found) from None
 
 
 def count_containers(body: bytes) -> int:

@@ -47,23 +47,17 @@ class Choices:
 
     @classmethod
     async def submit(cls, engine: AsyncEngine, requests: Sequence[Request]) -> Choices:
-        accepted: dict[int, Stream] = {}
         news = asyncio.Event()
-
-        async def one(index: int, request: Request) -> None:
-            accepted[index] = await engine.submit(request, news)
-
-        tasks = [asyncio.create_task(one(index, request)) for index, request in enumerate(requests)]
+        tasks: list[asyncio.Task[Stream]] = []
         try:
-            await asyncio.gather(*tasks)
-        except BaseException:
+            async with asyncio.TaskGroup() as group:
+                tasks += [group.create_task(engine.submit(request, news)) for request in requests]
+        except BaseException as error:
             for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            for stream in accepted.values():
-                stream.cancel()
-            raise
-        return cls([accepted[index] for index in range(len(requests))], news)
+                if not task.cancelled() and task.exception() is None:
+                    task.result().cancel()
+            raise error.exceptions[0] if isinstance(error, BaseExceptionGroup) else error from None
+        return cls([task.result() for task in tasks], news)
 
     async def events(self) -> AsyncGenerator[tuple[int, Event, float], None]:
         """Every event of every choice, with its choice and its time, in the order in which they came. A time is that of the

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -74,10 +73,6 @@ def install(app: FastAPI) -> None:
     async def ours(_: Request, error: ApiError) -> Response:
         return error.response()
 
-    @app.exception_handler(RequestValidationError)
-    async def invalid(_: Request, error: RequestValidationError) -> Response:
-        return validation_error(error.errors(), error.body).response()
-
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
@@ -103,19 +98,15 @@ def validation_error(errors: Sequence[Any], body: object) -> ApiError:
 
 
 def _message(error: Mapping[str, Any]) -> str:
-    if error["type"] == "json_invalid":
-        return f"the body is not valid JSON: {error['ctx']['error']}"
-    if len(error["loc"]) == 1 and error["type"] in ("model_attributes_type", "model_type", "missing"):
+    if not error["loc"]:
         return "the body must be a JSON object, sent with the content type application/json"
     return str(error["msg"]).removeprefix("Value error, ")
 
 
 def _path(error: Mapping[str, Any], body: object) -> str | None:
     """messages[0].content: where in the body the mistake is, without the names of alternatives that pydantic mixes in."""
-    if error["type"] == "json_invalid":
-        return None
     path, at = "", body
-    for part in error["loc"][1:]:
+    for part in error["loc"]:
         if isinstance(at, dict) and (part in at or error["type"] == "missing"):
             path, at = f"{path}.{part}" if path else str(part), at.get(part)
         elif isinstance(at, list) and isinstance(part, int) and part < len(at):

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from fathomlm.decode.text import byte_letters, is_byte_level
+from fathomlm.decode.text import byte_letters, is_byte_level, letter_bytes
 
 SHORT = 1 << 14
 """Characters, or token ids, up to which a prompt is short: it is tokenized in milliseconds."""
@@ -93,10 +93,8 @@ class LeastTokens:
         return int(counts @ self._weights * (1 - 1e-9))
 
     def _piece(self, piece: str) -> bytes:
-        table = byte_letters()
-        if self._byte_level and all(character in table for character in piece):
-            return bytes(table[character] for character in piece)
-        return self._plain(piece)
+        own = letter_bytes(piece) if self._byte_level else None
+        return self._plain(piece) if own is None else own
 
     def _plain(self, text: str) -> bytes:
         return (text if self._byte_level else text.replace(SPACE, " ")).encode("utf-8", "surrogatepass")
@@ -136,7 +134,7 @@ class TokenStrings:
 
     def __init__(self, tokenizer: Any | None) -> None:
         self._tokenizer = tokenizer
-        self._table = byte_letters() if tokenizer is not None and is_byte_level(tokenizer) else None
+        self._byte_level = tokenizer is not None and is_byte_level(tokenizer)
         self.text = lru_cache(1 << 16)(self._text)
 
     def _text(self, token: int) -> str:
@@ -159,7 +157,5 @@ class TokenStrings:
         piece = self._tokenizer.convert_ids_to_tokens(token) or ""
         if (single := BYTE_PIECE.fullmatch(piece)) is not None:
             return [int(single[1], 16)]
-        table = self._table
-        if table is not None and all(character in table for character in piece):
-            return [table[character] for character in piece]
-        return list(self.text(token).encode())
+        own = letter_bytes(piece) if self._byte_level else None
+        return list(self.text(token).encode() if own is None else own)

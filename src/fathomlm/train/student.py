@@ -10,9 +10,9 @@ from typing import Any
 from fathomlm.checkpoints.resolve import architecture_of, encoder_of
 from fathomlm.checkpoints.tying import CALIBRATED
 from fathomlm.depth import Architecture, DepthPlan, ExitParts, Relaxation
-from fathomlm.depth.dropping import MEASURED, kept_layers
 from fathomlm.depth.presets import PRESETS, T5_FAMILIES, with_t5_traits
 from fathomlm.depth.relaxation import RELAXATIONS, build_relaxation, check_fits
+from fathomlm.depth.sharing import MEASURED, kept_layers
 from fathomlm.errors import OptionError
 from fathomlm.model.decoder import Decoder
 from fathomlm.train.losses.exits import exited_plan

@@ -15,7 +15,7 @@ from fathomlm.depth import Step
 from fathomlm.kernels.rope import rope_table
 from fathomlm.model.blocks import StepContext
 from fathomlm.model.decoder import Decoder
-from fathomlm.model.route.routers import draw
+from fathomlm.model.route import draw
 
 SCORES: dict[str, Callable[[Tensor], Tensor]] = {
     "sigmoid": torch.sigmoid, "tanh": torch.tanh, "identity": lambda logits: logits,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fathomlm.depth import DepthPlan, build_routing
 from fathomlm.model.decoder import Decoder
-from fathomlm.model.route.routers import draw
+from fathomlm.model.route import draw
 from model.route.small import KV, LLAMA, model_of, some_tokens
 
 pytestmark = [

@@ -7,7 +7,7 @@ import torch
 
 from fathomlm.depth import Routing, build_routing
 from fathomlm.depth.cost import count
-from fathomlm.model.route.routers import build_routers, draw
+from fathomlm.model.route import build_routers, draw
 from model.route.small import LLAMA, LOOPS, ROUTERS, decoder_of, model_of, routed
 
 

@@ -235,13 +235,13 @@ def test_token_choice_runs_as_many_tokens_as_the_deepest_row_has(monkeypatch: py
     """Two recursions beyond the first over at most an eighth of the row more than go on."""
     decoder, tokens = decoder_of(routed("token")), some_tokens(2, 64)
     trace, lengths = RoutingTrace(), []
-    original = Decoder._walk
+    original = Decoder.run_steps
 
     def counted(self: Decoder, x: Tensor, steps: Any, *rest: Any, **options: Any) -> Tensor:
         lengths.append((steps[0].part, x.shape[1]))
         return original(self, x, steps, *rest, **options)
 
-    monkeypatch.setattr(Decoder, "_walk", counted)
+    monkeypatch.setattr(Decoder, "run_steps", counted)
     decoder.states(tokens, trace=trace)
     assert trace.depths_BT is not None
     ran = [int((trace.depths_BT > recursion).sum(1).max()) for recursion in range(3)]

@@ -3,20 +3,19 @@ Parameter Sharing" and "Relaxation for key-value sharing constraints"). One kind
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from fathomlm.depth.architecture import CROSS, LINEARS, Architecture, LinearSpec
-from fathomlm.depth.bounds import check_flag, check_record, check_size
+from fathomlm.depth.bounds import read_record, to_record
 from fathomlm.depth.plan import DepthPlan, Step
 from fathomlm.depth.relaxation.encoding import Encoding
 from fathomlm.depth.relaxation.kind import RelaxationKind, RelaxationSettings
 from fathomlm.depth.relaxation.lora import Dora, Lora
 from fathomlm.depth.relaxation.prefix import Prefix
 from fathomlm.errors import OptionError, choices
-from fathomlm.jsonfile import shown
+from fathomlm.options import check
 
 RELAXATIONS: dict[str, RelaxationKind] = {
     "lora": Lora(),
@@ -48,13 +47,9 @@ class Relaxation(RelaxationSettings):
     """The kind of a relaxation and its size, checked by that kind."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.kind, str) or self.kind not in RELAXATIONS:
+        if self.kind not in RELAXATIONS:
             raise OptionError(choices("relaxation", str(self.kind), RELAXATIONS))
-        if not isinstance(self.ranks, Mapping):
-            raise OptionError(f"ranks must be an object with a rank for each linear, got {shown(self.ranks)}")
-        check_size("prefix_length", self.prefix_length)
-        for flag in ("vectors", "everywhere"):
-            check_flag(flag, getattr(self, flag))
+        check(self)
         for option in ("ranks", "prefix_length", "everywhere"):
             if getattr(self, option) and option not in self.method.options:
                 raise OptionError(f"{option} requires {kinds_with(option)}, and cannot be combined with {self.kind}")
@@ -76,14 +71,11 @@ class Relaxation(RelaxationSettings):
         return own + ([(architecture.hidden,)] * plan.recursions if self.method.per_recursion else [])
 
     def to_dict(self) -> dict[str, Any]:
-        record = dataclasses.asdict(self)
-        if not self.everywhere:
-            del record["everywhere"]
-        return record
+        return to_record(self, ("everywhere",)) | {"ranks": dict(self.ranks)}
 
     @classmethod
-    def from_dict(cls, record: dict[str, Any]) -> Relaxation:
-        return cls(**check_record("relaxation", record, [f.name for f in dataclasses.fields(cls)], ["kind"]))
+    def from_dict(cls, record: object) -> Relaxation:
+        return read_record(cls, record, "relaxation")
 
 
 def build_relaxation(

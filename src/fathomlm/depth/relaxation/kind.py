@@ -10,7 +10,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from fathomlm.depth.architecture import Architecture, LinearSpec
+from fathomlm.depth.bounds import size
 from fathomlm.depth.plan import DepthPlan, Step
+from fathomlm.options import option
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,12 +22,12 @@ class RelaxationSettings:
     kind: str
     ranks: Mapping[str, int] = field(default_factory=dict)
     """lora, dora: the rank on each linear, before it is capped by the matrix; a linear not named here has none."""
-    prefix_length: int = 0
+    prefix_length: int = size("prefix_length", 0)
     """prefix: how many vectors each step has."""
-    vectors: bool = True
+    vectors: bool = option(True)
     """lora, dora: whether a step also has offsets for norms and biases. No product of matrices can restore those, so
     without them even full rank does not give the original model back; they are about a thousandth of its parameters."""
-    everywhere: bool = False
+    everywhere: bool = option(False)
     """lora, dora: on every step, not only where a layer is shared."""
 
     def rank(self, linear: LinearSpec) -> int:
@@ -36,7 +38,7 @@ class RelaxationSettings:
 class RelaxationKind:
     """A kind that adds nothing: what a new kind starts from."""
 
-    module = "fathomlm.model.relax.step:StepDelta"
+    module = "fathomlm.model.relax:StepDelta"
     """The torch half: a subclass of `StepDelta`, imported when a model is built."""
     options: tuple[str, ...] = ()
     """The fields of `Relaxation` that it takes."""

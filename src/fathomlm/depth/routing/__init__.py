@@ -10,9 +10,9 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
-from fathomlm.depth.bounds import BOUNDS, check_flag, check_number, check_record
+from fathomlm.depth.bounds import read_record, to_record
 from fathomlm.depth.routing.expert import ExpertChoice
 from fathomlm.depth.routing.kind import (
     Balancing,
@@ -26,9 +26,8 @@ from fathomlm.depth.routing.kind import (
     falling_parts,
 )
 from fathomlm.depth.routing.token import TokenChoice
-from fathomlm.errors import OptionError, choices, is_number
-from fathomlm.jsonfile import shown
-from fathomlm.options import option
+from fathomlm.errors import OptionError, choices
+from fathomlm.options import check, option
 
 ROUTERS: dict[str, RouterKind] = {"expert": ExpertChoice(), "token": TokenChoice()}
 """Every kind of router by its name in options, recipes and files."""
@@ -94,20 +93,11 @@ class Routing(RoutingSettings):
     """What decides how deep each token goes: `RouterOptions` with nothing left out."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.kind, str) or self.kind not in ROUTERS:
+        if self.kind not in ROUTERS:
             raise OptionError(choices("router", str(self.kind), ROUTERS))
-        for what, value, known in (
-            ("score", self.score, self.method.scores),
-            ("router network", self.network, get_args(Network)),
-            ("sampling", self.sampling, get_args(Sampling)),
-            ("balancing", self.balancing, get_args(Balancing)),
-            ("weighting", self.weighting, get_args(Weighting)),
-            ("update", self.update, get_args(Update)),
-        ):
-            if value not in known:
-                raise OptionError(choices(what, str(value), known))
-        check_number("alpha", self.alpha, above=0.0)
-        check_flag("random", self.random)
+        if self.score not in self.method.scores:
+            raise OptionError(choices("score", str(self.score), self.method.scores))
+        check(self)
         before = 1.0
         for part in self.capacity:
             if not 0 < part <= before:
@@ -139,34 +129,13 @@ class Routing(RoutingSettings):
         return sum(math.prod(shape) for shape in self.shapes(hidden))
 
     def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self) | {"capacity": list(self.capacity)}
+        return to_record(self)
 
     @classmethod
-    def from_dict(cls, record: dict[str, Any]) -> Routing:
-        fields = dataclasses.fields(cls)
-        required = [field.name for field in fields if field.default is dataclasses.MISSING]
-        check_record("routing", record, [field.name for field in fields], required)
-        parts = record["capacity"]
-        if not isinstance(parts, list) or not all(is_number(part) for part in parts) or len(parts) > BOUNDS["recursions"][1]:
-            raise OptionError(f"capacity must be a list with a number for each recursion, got {shown(parts)}")
-        return cls(**(record | {"capacity": tuple(float(part) for part in parts)}))
+    def from_dict(cls, record: object) -> Routing:
+        return read_record(cls, record, "routing")
 
 
 def build_routing(kind: str, recursions: int, **fields: Any) -> Routing:
     """A routing from fields of `RouterOptions`."""
     return RouterOptions(kind=kind, **fields).build(recursions)
-
-
-__all__ = [
-    "ROUTERS",
-    "Balancing",
-    "Network",
-    "RouterKind",
-    "RouterOptions",
-    "Routing",
-    "Sampling",
-    "Score",
-    "Update",
-    "Weighting",
-    "build_routing",
-]

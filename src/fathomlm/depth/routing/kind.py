@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Literal
 
+from fathomlm.options import option
+
 Score = Literal["sigmoid", "tanh", "identity", "softmax"]
 Network = Literal["linear", "mlp", "wide"]
 Sampling = Literal["aux_loss", "aux_router"]
@@ -27,14 +29,14 @@ class RoutingSettings:
 
     kind: str
     score: Score
-    network: Network = "linear"
-    alpha: float
+    network: Network = option("linear")
+    alpha: float = option(gt=0)
     capacity: tuple[float, ...]
-    sampling: Sampling = "aux_loss"
-    balancing: Balancing = "loss"
-    weighting: Weighting = "every"
-    update: Update = "add"
-    random: bool = False
+    sampling: Sampling = option("aux_loss")
+    balancing: Balancing = option("loss")
+    weighting: Weighting = option("every")
+    update: Update = option("add")
+    random: bool = option(False)
 
     @property
     def recursions(self) -> int:

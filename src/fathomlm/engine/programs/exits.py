@@ -50,7 +50,7 @@ from fathomlm.engine.programs.lone_rows import LoneRows, SlotExits
 from fathomlm.engine.programs.whole import count_entries, prefill_steps
 from fathomlm.engine.schedule import Placement
 from fathomlm.kernels.best_token import best_and_gap
-from fathomlm.model.route.routers import draw
+from fathomlm.model.route import draw
 
 Copies = Literal["state", "entries"]
 ALL = -1

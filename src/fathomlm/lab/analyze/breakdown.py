@@ -168,7 +168,7 @@ def _decode(model: FathomModel, prompt: Sequence[int], exiting: Exiting, clock: 
         run="norms",  # what is neither attention nor feed-forward in it: norms, and sums
         logits=lambda x_RNM, index: "head" if index == last else "exit heads",
     )  # fmt: skip
-    mode = EXIT_MODES[exiting.mode](forward, policy, exiting)
+    mode = EXIT_MODES[exiting.mode](forward, policy)
     sequence = ExitingSequence(0, SequenceState(model, list(prompt), sampling, None, source), sampling, [])
     if held := sequence.position:
         forward.run(forward.enter([sequence.token_ids[:held]]), mode.prompt_steps, forward.gather([Span(0, 0, held)]))

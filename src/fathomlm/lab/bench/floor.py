@@ -19,8 +19,8 @@ from fathomlm.engine.programs.routed import RoutedProgram
 from fathomlm.engine.programs.whole import WholeProgram
 from fathomlm.engine.runner import Runner
 from fathomlm.model.blocks import Block
+from fathomlm.model.blocks.attention import QuantizedLinear
 from fathomlm.model.decoder import Decoder
-from fathomlm.model.quantized_linear import QuantizedLinear
 
 PROBE_BYTES = {"cuda": 2**31, "cpu": 2**28}
 PROBES = 6

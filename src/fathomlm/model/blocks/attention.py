@@ -17,7 +17,9 @@ from fathomlm.kernels.attention import attention, split_heads
 from fathomlm.kernels.half import folded, half_dtype
 from fathomlm.kernels.norm import RMSNorm
 from fathomlm.kernels.qkv import norm_qkv_rope
+from fathomlm.kernels.quantized import QuantizedWeight
 from fathomlm.kernels.rope import apply_rope
+from fathomlm.kernels.row_linear import few_rows, norm_linear
 from fathomlm.model.blocks.step_context import Addition, StepContext
 
 
@@ -30,6 +32,32 @@ def build_norm(architecture: Architecture, width: int | None = None) -> nn.Modul
 
 def build_linear(spec: LinearSpec) -> nn.Linear:
     return nn.Linear(spec.inputs, spec.outputs, bias=spec.bias)
+
+
+class QuantizedLinear(nn.Linear):
+    """A linear whose weight is a `QuantizedWeight`. It has no gradient; `weight` is multiplied out whenever it is read,
+    right everywhere and fast nowhere."""
+
+    def __init__(self, quantized: QuantizedWeight, bias: nn.Parameter | None) -> None:
+        nn.Module.__init__(self)
+        self.out_features, self.in_features = quantized.shape
+        self.quantized = quantized
+        self.bias = bias  # type: ignore[assignment]
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        return self.quantized.multiplied_out()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if few_rows(x) and x.numel() > 0:
+            rows_NI = x.reshape(-1, self.in_features).contiguous()
+            out = norm_linear(rows_NI, self.quantized, 0.0, scale=False).view(*x.shape[:-1], self.out_features)
+        else:
+            out = self.quantized.product(x)
+        return out if self.bias is None else out + self.bias
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, {self.quantized.kind}"
 
 
 class Attention(nn.Module):

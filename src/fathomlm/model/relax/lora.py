@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fathomlm.depth import Architecture, LinearSpec, Relaxation
 from fathomlm.kernels.norm import RMSNorm
-from fathomlm.model.relax.step import StepDelta
+from fathomlm.model.relax import StepDelta
 
 DAMPING = 1e-2
 """Of the mean of a moment's diagonal."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fathomlm.depth import Architecture, Relaxation
-from fathomlm.model.relax.step import StepDelta
+from fathomlm.model.relax import StepDelta
 
 STD = 0.02
 

@@ -17,6 +17,7 @@ from fathomlm.depth import Routing
 from fathomlm.kernels.half import keeps_gradients
 from fathomlm.kernels.rows import put, take
 from fathomlm.model.attention_mask import TokenBatch
+from fathomlm.model.route import RoutedWalk, Router, Routers, draw, draw_keys
 from fathomlm.model.route.entrance import (
     PickedTokens,
     Quotas,
@@ -27,7 +28,6 @@ from fathomlm.model.route.entrance import (
     rejoin,
     router_logits,
 )
-from fathomlm.model.route.routers import RoutedWalk, Router, Routers, draw, draw_keys
 from fathomlm.model.route.trace import Decision, DepthControl, RoutingTrace, TopKOptions
 
 
@@ -53,6 +53,13 @@ def advance(x_BNM: Tensor, out_BNM: Tensor, scores_BN: Tensor, alpha: float, upd
     return (x + gate * out if update == "add" else (1 - gate) * x + gate * out).to(x_BNM.dtype)
 
 
+PARTS: dict[str, Callable[..., Any]] = {
+    "advance": advance, "router_logits": router_logits, "pick": pick, "pick_within": pick_within, "enter_all": enter_all,
+    "enter_some": enter_some,
+}  # fmt: skip
+"""What training may compile."""
+
+
 class ExpertRouters(Routers):
     """A router for each recursion."""
 
@@ -60,20 +67,11 @@ class ExpertRouters(Routers):
         super().__init__(hidden, routing, count=routing.recursions, outputs=1)
         beside = routing.recursions if routing.sampling == "aux_router" else 0
         self.aux = nn.ModuleList(Router(hidden, 1, routing.network) for _ in range(beside))
-        self._advance: Callable[..., Any] = advance
-        self._router_logits: Callable[..., Any] = router_logits
-        self._pick: Callable[..., Any] = pick
-        self._pick_within: Callable[..., Any] = pick_within
-        self._enter_all: Callable[..., Any] = enter_all
-        self._enter_some: Callable[..., Any] = enter_some
+        self._parts = PARTS
 
     def compile_parts(self, backend: str = "inductor") -> None:
         """Compile what routers do to the stream between two passes of the block, for the shapes it is given."""
-        for name, function in (
-            ("_advance", advance), ("_router_logits", router_logits), ("_pick", pick), ("_pick_within", pick_within),
-            ("_enter_all", enter_all), ("_enter_some", enter_some),
-        ):  # fmt: skip
-            setattr(self, name, torch.compile(function, dynamic=False, backend=backend))
+        self._parts = {name: torch.compile(part, dynamic=False, backend=backend) for name, part in PARTS.items()}
 
     @torch.no_grad()
     def open_all(self) -> None:
@@ -146,7 +144,7 @@ class ExpertRouters(Routers):
         if self.routing.network != "linear":
             return self.logits(recursion, x_BNM)
         with torch.no_grad():
-            seen_BN: Tensor = self._router_logits(x_BNM, self._weight(recursion))
+            seen_BN: Tensor = self._parts["router_logits"](x_BNM, self._weight(recursion))
         return seen_BN
 
     def pick(
@@ -161,9 +159,9 @@ class ExpertRouters(Routers):
         with torch.no_grad():
             picked: PickedTokens
             if quota_BN is None:
-                picked = self._pick(rank_BN.detach(), keep_BN, count)
+                picked = self._parts["pick"](rank_BN.detach(), keep_BN, count)
             else:
-                picked = self._pick_within(rank_BN.detach(), keep_BN, groups_BN, quota_BN, count)
+                picked = self._parts["pick_within"](rank_BN.detach(), keep_BN, groups_BN, quota_BN, count)
         return picked
 
     def enter(self, recursion: int, x_BNM: Tensor, seen_BN: Tensor, picked: PickedTokens | None) -> Entered:
@@ -171,12 +169,11 @@ class ExpertRouters(Routers):
         if self.routing.network != "linear":
             taken = x_BNM if picked is None else take(x_BNM, picked.at_BN)
             return Entered(x_BNM, taken, taken, seen_BN)
-        compiled = keeps_gradients(x_BNM)
+        parts = self._parts if keeps_gradients(x_BNM) else PARTS
         if picked is None:
-            first, second, logits = (self._enter_all if compiled else enter_all)(x_BNM, self._weight(recursion), seen_BN)
+            first, second, logits = parts["enter_all"](x_BNM, self._weight(recursion), seen_BN)
             return Entered(first, first, second, logits)
-        enter = self._enter_some if compiled else enter_some
-        before, taken, logits = enter(x_BNM, self._weight(recursion), seen_BN, picked)
+        before, taken, logits = parts["enter_some"](x_BNM, self._weight(recursion), seen_BN, picked)
         return Entered(before, taken, taken, logits)
 
     def rejoin(self, entered: Entered, picked: PickedTokens, new_BNM: Tensor) -> Tensor:
@@ -187,7 +184,7 @@ class ExpertRouters(Routers):
 
     def advance(self, x_BNM: Tensor, out_BNM: Tensor, logits_BN: Tensor) -> Tensor:
         """the stream after a recursion."""
-        new: Tensor = self._advance(x_BNM, out_BNM, self.score(logits_BN), self.routing.alpha, self.routing.update)
+        new: Tensor = self._parts["advance"](x_BNM, out_BNM, self.score(logits_BN), self.routing.alpha, self.routing.update)
         return new
 
     def judge(self, recursion: int, x_BNM: Tensor, logits_BN: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from fathomlm.cache import NoCache
 from fathomlm.depth import Routing
 from fathomlm.kernels.rows import put, take
 from fathomlm.model.attention_mask import TokenBatch
-from fathomlm.model.route.routers import RoutedWalk, Routers, draw, draw_keys
+from fathomlm.model.route import RoutedWalk, Routers, draw, draw_keys
 from fathomlm.model.route.trace import DepthControl, RoutingTrace, TopKOptions
 
 SIZES = 8
