@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -57,15 +56,12 @@ def write_exits(numbers: ExitNumbers, about: About, out: Path, force: bool = Fal
         "layers.png": partial(draw_layers, numbers, about.name),
         "confidence.png": partial(draw_confidence, numbers, about.name),
     }
+    tables: dict[str, Any] = {"layers": layer_table(numbers), "fits": fit_table(numbers), "times": None}
     if numbers.breakdown is not None:
         draw["times.png"] = partial(draw_times, numbers.breakdown, about.name)
-    return write_report("exits", numbers.to_dict(), about, draw, partial(exits_page, numbers, about), out, force)
-
-
-def exits_page(numbers: ExitNumbers, about: About, pictures: Mapping[str, bytes]) -> str:
-    times = None if numbers.breakdown is None else time_table(numbers.breakdown)
-    tables = {"layers": layer_table(numbers), "fits": fit_table(numbers), "times": times}
-    return render(TEMPLATE, about, pictures, numbers=numbers, **tables)
+        tables["times"] = time_table(numbers.breakdown)
+    page = partial(render, TEMPLATE, about, numbers=numbers, **tables)
+    return write_report("exits", numbers.to_dict(), about, draw, page, out, force)
 
 
 def layer_table(numbers: ExitNumbers) -> Rows:

@@ -20,6 +20,7 @@ sequence the keys and values of a whole context; of a routed model those that it
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,9 +81,25 @@ def iso_rows(bases: Mapping[str, Architecture], budgets: Sequence[float], option
     rows = []
     for base, architecture in bases.items():
         widened = dataclasses.replace(architecture, kv_heads=architecture.heads) if options.wide_kv else architecture
-        models = [_Model(*pair) for pair in zip(_costs(architecture, options), _costs(widened, options), strict=True)]
-        for budget in budgets:
-            rows += [model.row(base, models[0].flops, budget) for model in models]
+        models = list(zip(_costs(architecture, options), _costs(widened, options), strict=True))
+        plain = models[0][1][2].forward_flops_per_token
+        for budget, ((kind, recursions, cost), (_, _, counted)) in itertools.product(budgets, models):
+            flops = counted.forward_flops_per_token
+            rows.append(
+                IsoRow(
+                    base=base,
+                    kind=kind,
+                    recursions=recursions,
+                    layout=cost.layout,
+                    unrolled_layers=cost.unrolled_layers,
+                    non_embedding_parameters=cost.non_embedding_parameters,
+                    budget=budget,
+                    flops_per_token=flops,
+                    tokens=budget / flops,
+                    relative_tokens=plain / flops,
+                    flops_at_equal_tokens=budget * flops / plain,
+                )
+            )
     return rows
 
 
@@ -96,34 +113,6 @@ def _costs(architecture: Architecture, options: Plan) -> list[tuple[str, int, Co
             routed = count(architecture, plan, router=options.router, kv=options.kv, context=context)
             found.append(("mor", recursions, routed))
     return found
-
-
-@dataclass(frozen=True, slots=True)
-class _Model:
-    """A model as it is, and with the widths that its FLOPs are counted at."""
-
-    true: tuple[str, int, Cost]
-    counted: tuple[str, int, Cost]
-
-    @property
-    def flops(self) -> int:
-        return self.counted[2].forward_flops_per_token
-
-    def row(self, base: str, plain_flops: int, budget: float) -> IsoRow:
-        kind, recursions, cost = self.true
-        return IsoRow(
-            base=base,
-            kind=kind,
-            recursions=recursions,
-            layout=cost.layout,
-            unrolled_layers=cost.unrolled_layers,
-            non_embedding_parameters=cost.non_embedding_parameters,
-            budget=budget,
-            flops_per_token=self.flops,
-            tokens=budget / self.flops,
-            relative_tokens=plain_flops / self.flops,
-            flops_at_equal_tokens=budget * self.flops / plain_flops,
-        )
 
 
 def iso_table(rows: Sequence[IsoRow]) -> Rows:

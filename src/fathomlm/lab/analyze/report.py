@@ -24,7 +24,7 @@ from fathomlm.lab.analyze.options import AnalysisOptions, TextAnalysis
 from fathomlm.lab.common import analysis_directory
 from fathomlm.model.seq2seq import FathomModel
 
-Draw = Callable[[Path], None]
+Draw = Callable[[Path], object]
 
 PARTS = """\
 {% macro table(rows, caption="") %}

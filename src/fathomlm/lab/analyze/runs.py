@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
@@ -311,21 +311,14 @@ def write_runs(
 ) -> list[Path]:
     """Losses, and every other metric that some of the runs recorded."""
     titles = {"losses": "training and validation loss"}
-    draw: dict[str, Draw] = {"losses.png": partial(_draw_curves, runs, options)}
+    draw: dict[str, Draw] = {"losses.png": partial(plot, runs, options=options)}
     for metric in _recorded(runs):
         titles[metric] = METRICS[metric][0]
         logy = options.logy and metric == "exits"
-        draw[f"{metric}.png"] = partial(_draw_curves, runs, dataclasses.replace(options, metric=metric, logy=logy))
+        draw[f"{metric}.png"] = partial(plot, runs, options=dataclasses.replace(options, metric=metric, logy=logy))
     numbers = {"summaries": [dataclasses.asdict(summary) for summary in summaries]}
-
-    def page(pictures: Mapping[str, bytes]) -> str:
-        return render(TEMPLATE, about, pictures, summary=table_of(summaries), titles=titles)
-
+    page = partial(render, TEMPLATE, about, summary=table_of(summaries), titles=titles)
     return write_report("runs", numbers, about, draw, page, out, force)
-
-
-def _draw_curves(runs: Sequence[RecordedRun], options: PlotOptions, out: Path) -> None:
-    plot(runs, out, options)
 
 
 def _recorded(runs: Sequence[RecordedRun]) -> list[str]:

@@ -255,11 +255,8 @@ def write_weights(numbers: WeightNumbers, about: About, out: Path, force: bool =
         "energy.png": partial(draw_energy, numbers, about.name),
         "ranks.png": partial(draw_ranks, numbers, about.name),
     }
-    return write_report("weights", asdict(numbers), about, draw, partial(weights_page, numbers, about), out, force)
-
-
-def weights_page(numbers: WeightNumbers, about: About, pictures: Mapping[str, bytes]) -> str:
-    return render(TEMPLATE, about, pictures, ranks=rank_table(numbers), kinds=kind_table(numbers))
+    page = partial(render, TEMPLATE, about, ranks=rank_table(numbers), kinds=kind_table(numbers))
+    return write_report("weights", asdict(numbers), about, draw, page, out, force)
 
 
 def rank_table(numbers: WeightNumbers) -> Rows:
