@@ -15,7 +15,7 @@ import torch
 
 from fathomlm.cache import build_cache
 from fathomlm.decode.exiting import Exiting
-from fathomlm.decode.full import decode_step, generate, prefill
+from fathomlm.decode.full import generate, next_logits
 from fathomlm.decode.sampling import Sampling
 from fathomlm.engine.engine import Engine
 from fathomlm.engine.grammar import Grammars
@@ -52,7 +52,7 @@ def routed_model(tokenizer: Any) -> FathomForCausalLM:
 def twin(model: FathomForCausalLM, prompt: str) -> list[int]:
     """The reference decoder, one token at a time, with what the schema does not allow masked out."""
     matcher, kv_cache = Grammars(model).json(SCHEMA).begin(), build_cache(model.plan, 96)
-    scores_BV = prefill(model.decoder, torch.tensor([model.tokenizer.encode(prompt)]), kv_cache)
+    scores_BV = next_logits(model.decoder, torch.tensor([model.tokenizer.encode(prompt)]), kv_cache)
     tokens: list[int] = []
     while True:
         allowed_V = torch.tensor(list(matcher.allowed())).bool()
@@ -60,7 +60,7 @@ def twin(model: FathomForCausalLM, prompt: str) -> list[int]:
         if tokens[-1] == model.config.eos_token_id or len(tokens) == NEW:
             return tokens
         matcher.advance(tokens[-1])
-        scores_BV = decode_step(model.decoder, torch.tensor(tokens[-1:]), kv_cache)
+        scores_BV = next_logits(model.decoder, torch.tensor([tokens[-1:]]), kv_cache)
 
 
 def requests_of(model: FathomForCausalLM, prompts: list[str] = PROMPTS, **options: Any) -> list[Request]:

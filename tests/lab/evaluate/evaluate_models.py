@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fathomlm.cache import NoCache, build_cache
-from fathomlm.decode.full import prefill
+from fathomlm.decode.full import next_logits
 from fathomlm.depth import Architecture, DepthPlan, Relaxation, build_routing
 from fathomlm.lab.evaluate.outputs import Output
 from fathomlm.lab.evaluate.scoring import Pair, Score
@@ -80,7 +80,7 @@ def slow_logits(model: FathomForCausalLM, output: Output, tokens: list[int]) -> 
     decoder, plan = model.decoder, model.plan
     if plan.routing is not None:
         cache = build_cache(plan, reserve=len(tokens))
-        return torch.cat([prefill(decoder, torch.tensor([[token]]), cache, control=output.control) for token in tokens])
+        return torch.cat([next_logits(decoder, torch.tensor([[token]]), cache, control=output.control) for token in tokens])
     x = decoder.enter(torch.tensor([tokens]))
     masks = full_masks(decoder.architecture, plan, TokenBatch.of(x, None, None, past=0), x.dtype)
     kv = NoCache(plan)
