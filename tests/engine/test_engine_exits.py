@@ -358,7 +358,8 @@ def play(control: DraftControl, running: int, bursts: int, rates: dict[bool, flo
     for _ in range(bursts):
         drafts = control.choose(running)
         chosen.append(drafts)
-        control.note(round(rates[drafts]), 1.0)
+        if not control.changed:
+            control.note(drafts, running, round(rates[drafts]), 1.0)
     return chosen
 
 
@@ -370,16 +371,16 @@ def test_drafting_is_used_where_it_was_measured_to_pay() -> None:
     assert few.count(False) <= (2 + len(REPEATS)) * TRIAL
     many = play(control, 64, 40 * TRIAL, {False: 180, True: 100})
     assert many[:TRIAL] == [False] * TRIAL, "that it pays for few says nothing"
-    assert LEAST <= many.count(True) <= (1 + len(REPEATS)) * LEAST, "a trial of what is clearly slower is short"
+    assert LEAST <= many.count(True) <= (1 + len(REPEATS)) * (LEAST + 1), "a trial of what is clearly slower is short"
     long = play(control, 64, 330 * TRIAL, {False: 180, True: 100})
-    assert LEAST <= long.count(True) <= (330 // (1 + REPEATS[-1]) + 1) * LEAST, "later the slower way is hardly tried"
+    assert LEAST <= long.count(True) <= (330 // (1 + REPEATS[-1]) + 1) * (LEAST + 1), "later the slower way is hardly tried"
     more = play(control, 256, REPEATS[0] * TRIAL, {False: 300, True: 100})
     assert not any(more), "what does not pay for fewer is tried later"
     assert play(control, 3, 1, {False: 100, True: 180}) == [True], "as many sequences as before: what is known stays"
 
 
 def test_a_way_that_becomes_slower_is_left() -> None:
-    control = DraftControl(skip=2)
+    control = DraftControl()
     play(control, 8, 20 * TRIAL, {False: 100, True: 150})
     later = play(control, 8, 20 * REPEATS[-1] * TRIAL, {False: 100, True: 60})
     assert later[-TRIAL:] == [False] * TRIAL or later[-4 * TRIAL :].count(False) >= 2 * TRIAL
@@ -403,16 +404,36 @@ def test_a_first_trial_that_was_misled_is_made_up_for() -> None:
     assert later[-8 * TRIAL :].count(True) <= TRIAL
 
 
-def test_a_burst_in_which_steps_were_captured_is_not_measured() -> None:
+@pytest.mark.parametrize(
+    "sizes", [{}, {"burst": 2, "lag": 1}, {"max_sequences": 1, "batch_size": 3}], ids=["", "ahead", "one"]
+)
+def test_bursts_are_timed_without_prompts_captures_and_changes(
+    sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each once, with its own tokens, in the order in which they ran."""
     setting = exiting("vanilla", "speculative", threshold=0.0, max_stack=3)
-    engine = Engine(model("vanilla"), exiting=setting, **(SMALL | {"max_length": 96}))
-    noted: list[int] = []
-    control = DraftControl()
-    control.note = lambda tokens, seconds: noted.append(tokens)  # type: ignore[method-assign]
-    for captures in (0, 1, 2, 2, 2, 3):
-        engine.runner.captures = captures
-        engine._decide(control, False)
-    assert len(noted) == 2
+    engine = Engine(model("vanilla"), exiting=setting, **(SMALL | {"max_length": 96} | sizes))
+    noted: list[tuple[bool, int, int]] = []
+
+    class Watched(InTurns):
+        def note(self, drafts: bool, running: int, tokens: int, seconds: float) -> None:
+            assert seconds > 0
+            noted.append((drafts, running, tokens))
+
+    engine._drafting = Watched()
+    launch, launched = engine.runner.launch, list[int]()
+
+    def capturing(*args: Any, **named: Any) -> int:
+        number = launch(*args, **named)
+        launched.append(number)
+        engine.runner.captures += number % 7 == 0  # as if some steps were captured first
+        return number
+
+    monkeypatch.setattr(engine.runner, "launch", capturing)
+    results = engine.generate(MANY[:2], max_new_tokens=40, ignore_eos=True)
+    assert {drafts for drafts, *_ in noted} == {False, True}
+    assert 0 < sum(tokens for *_, tokens in noted) < sum(len(r.tokens) for r in results) == 80
+    assert len(noted) < len(launched)
 
 
 def test_an_engine_that_decides_by_itself_says_the_same() -> None:
@@ -431,7 +452,11 @@ class InTurns(DraftControl):
 
     def choose(self, running: int) -> bool:
         self.bursts += 1
+        self.changed = self.bursts % 2 == 0
         return self.bursts % 4 < 2
+
+    def note(self, drafts: bool, running: int, tokens: int, seconds: float) -> None:
+        """Nothing is learnt."""
 
 
 @pytest.mark.parametrize("name", ["vanilla", "own-layer", "loop-shared-kv"])
@@ -462,6 +487,9 @@ class InLongTurns(DraftControl):
     def choose(self, running: int) -> bool:
         self.bursts += 1
         return self.bursts // 5 % 2 == 0
+
+    def note(self, drafts: bool, running: int, tokens: int, seconds: float) -> None:
+        """Nothing is learnt."""
 
 
 @pytest.mark.parametrize("name", ["vanilla", "own-layer", "gemma3"])

@@ -4,11 +4,14 @@ Drafts cost passes; what they save depends on how often they are right and on wh
 otherwise. With few sequences a forward pass mostly reads weights, and verifying several tokens costs hardly more than one;
 with many it is bound by arithmetic, and wrong drafts are work for nothing. Both ways choose the same tokens
 (`programs.drafts`), so they can be tried: each for a few bursts, then the faster one for many, then the other once more.
+What counts is the device's time between the start of a burst and its end: the host runs ahead of it, and prompts come in
+between.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol, Self
 
 TRIAL, LEAST = 6, 2
 """Bursts that are measured at a time, and those after which a trial of what is clearly slower ends."""
@@ -70,24 +73,24 @@ class _Known:
 
 
 class DraftControl:
-    def __init__(self, skip: int = 0) -> None:
-        """`skip` is how many bursts after a change still show what was before: the device runs ahead of the host."""
+    def __init__(self) -> None:
         self._known: dict[int, _Known] = {}
-        self._now = _Known()
-        self._skip, self._unsure = skip, 0
+        self._drafts = False
+        self.changed = False
+        """Whether the burst that was chosen for last is the first of its way: it also ends what the other has begun, and
+        says nothing of either."""
 
     def choose(self, running: int) -> bool:
         """Whether the next burst drafts. Without drafts first, what they are compared with, unless other numbers of
         sequences tell what is faster."""
-        before, bucket = self._now.drafts, running.bit_length()
+        bucket = running.bit_length()
         if bucket not in self._known:
             self._known[bucket] = self._like(bucket)
-        self._now = self._known[bucket]
-        if self._now.is_over:
-            self._now.learn()
-        if self._now.drafts != before:
-            self._unsure = self._skip
-        return self._now.drafts
+        known = self._known[bucket]
+        if known.is_over:
+            known.learn()
+        self.changed, self._drafts = known.drafts != self._drafts, known.drafts
+        return known.drafts
 
     def _like(self, bucket: int) -> _Known:
         """What does not pay for fewer sequences does not pay for more, and what pays for more pays for fewer."""
@@ -98,11 +101,30 @@ class DraftControl:
                     return _Known(drafts=pays, tried=1)
         return _Known()
 
-    def note(self, tokens: int, seconds: float) -> None:
-        """What came between two bursts; not where prompts were read or steps were captured in between."""
-        if self._unsure:
-            self._unsure -= 1
-            return
-        self._now.bursts += 1
-        self._now.tokens += tokens
-        self._now.seconds += seconds
+    def note(self, drafts: bool, running: int, tokens: int, seconds: float) -> None:
+        """What a burst of so many sequences gave, and how long the device took for it, prompts and captures aside."""
+        known = self._known[running.bit_length()]
+        if known.drafts == drafts:
+            known.bursts += 1
+            known.tokens += tokens
+            known.seconds += seconds
+
+
+class Moment(Protocol):
+    """A point in the device's work, which may lie ahead."""
+
+    def until(self, later: Self) -> float:
+        """Seconds; waits for the later one."""
+        ...
+
+
+class TimedBurst(NamedTuple):
+    """A burst on its way, and between which moments of the device it runs."""
+
+    first: int
+    last: int
+    """The numbers of its decode steps."""
+    drafts: bool
+    running: int
+    start: Moment
+    end: Moment

@@ -23,7 +23,7 @@ from fathomlm.decode.prompts import Prompt, encode_prompts, end_tokens, start_to
 from fathomlm.decode.sampling import Sampling
 from fathomlm.decode.text import ByteTextStream, TextStream, TokenTable
 from fathomlm.engine.chosen_passes import ChosenPasses
-from fathomlm.engine.drafting import DraftControl
+from fathomlm.engine.drafting import DraftControl, TimedBurst
 from fathomlm.engine.options import EngineOptions
 from fathomlm.engine.programs.base import (
     AGREED,
@@ -100,8 +100,8 @@ class Engine:
         """Tokens that a decode step adds to a sequence; None where a token may take several."""
         self._drafting: DraftControl | None = None
         if drafts and not self.options.always_draft:
-            self._drafting = DraftControl(skip=sizes.lag)
-        self._last_burst = (0, 0.0, 0)
+            self._drafting = DraftControl()
+        self._timed: deque[TimedBurst] = deque()
         program = self.runner.program
         self._chosen: ChosenPasses | None = None
         if isinstance(program, ExitProgram) and program.chooses and sizes.max_sequences == 1:
@@ -247,17 +247,15 @@ class Engine:
         if scheduled.chunks:
             self._prefill(scheduled.chunks)
         if self.scheduler.running:
-            drafts = self._drafting is None or self._decide(self._drafting, bool(scheduled.chunks))
+            drafts = self._drafting is None or self._drafting.choose(self.scheduler.running)
             if self._chosen is not None and drafts and not alone:
                 self._collect_first(len(self._in_flight))
-                self._run_passes(self._chosen)
+                self._run_passes(self._chosen, bool(scheduled.chunks))
                 return
             self._collect_chosen()
             burst = min(burst, self._steps_needed())
             self._bursts.append(burst)
-            for _ in range(burst):
-                self._in_flight.append(self.runner.launch(drafts, self.scheduler.occupied))
-                self.totals.decode_steps += 1
+            self._launch(burst, drafts)
         else:
             self._collect_chosen()
             self._collect_first(1)
@@ -270,8 +268,30 @@ class Engine:
         left = self._records.most_left() - self._pace * len(self._in_flight)
         return max(0 if self._in_flight else 1, math.ceil(left / self._pace))
 
-    def _run_passes(self, chosen: ChosenPasses) -> None:
-        """Some passes of the one sequence that runs."""
+    def _launch(self, burst: int, drafts: bool) -> None:
+        """Some decode steps, timed where it is asked whether drafts pay."""
+        runner, drafting, numbers = self.runner, self._drafting, list[int]()
+        timed = drafting is not None and burst > 0 and not drafting.changed
+        start, captures = runner.moment() if timed else None, runner.captures
+        for _ in range(burst):
+            numbers.append(runner.launch(drafts, self.scheduler.occupied))
+        self._in_flight += numbers
+        self.totals.decode_steps += burst
+        if start is not None and captures == runner.captures:
+            running = self.scheduler.running
+            self._timed.append(TimedBurst(numbers[0], numbers[-1], drafts, running, start, runner.moment()))
+
+    def _note_time(self, numbers: abc.Sequence[int], tokens: int) -> None:
+        """What these decode steps gave, where they are a burst."""
+        while self._timed and self._timed[0].last <= numbers[-1]:
+            burst = self._timed.popleft()
+            if self._drafting is not None and (burst.first, burst.last) == (numbers[0], numbers[-1]):
+                self._drafting.note(burst.drafts, burst.running, tokens, burst.start.until(burst.end))
+
+    def _run_passes(self, chosen: ChosenPasses, prefilled: bool) -> None:
+        """Some passes of the one sequence that runs. The host waits for each, so that they take as long as it waits, unless
+        they waited for a prompt."""
+        begun, tokens, captures = time.perf_counter(), self.totals.tokens, self.runner.captures
         running = [sequence for sequence in self.scheduler.placed if sequence.state == "running"]
         if chosen.under_way and (not running or running[0].epoch != chosen.epoch):
             self._collect(chosen.give_up())
@@ -279,6 +299,9 @@ class Engine:
             numbers = chosen.run(self.runner, running[0].epoch, self._records.most_left())
             self.totals.decode_steps += len(numbers)
             self._collect(numbers)
+            drafting, waited = self._drafting, prefilled or captures != self.runner.captures
+            if drafting is not None and not (waited or drafting.changed):
+                drafting.note(True, 1, self.totals.tokens - tokens, time.perf_counter() - begun)
 
     def _collect_chosen(self) -> None:
         """Passes that were started ahead, where something else comes next."""
@@ -290,7 +313,9 @@ class Engine:
         if not self._in_flight or many <= 0:
             return
         running, tokens = self.scheduler.running, self.totals.tokens
-        self._collect([self._in_flight.popleft() for _ in range(many)])
+        numbers = [self._in_flight.popleft() for _ in range(many)]
+        self._collect(numbers)
+        self._note_time(numbers, self.totals.tokens - tokens)
         if self._pace is not None and self._kind != "whole" and running:
             pace = max(1.0, (self.totals.tokens - tokens) / (many * running))
             self._pace += PACE_WEIGHT * (pace - self._pace)
@@ -317,15 +342,6 @@ class Engine:
         sequence = self._in_slot[slot]
         assert sequence is not None, f"nobody is in slot {slot}"
         return sequence
-
-    def _decide(self, drafting: DraftControl, prefilled: bool) -> bool:
-        """Whether this burst drafts. What came since the one before tells how fast that way is."""
-        tokens, now, captures = self.totals.tokens, time.perf_counter(), self.runner.captures
-        before, then, captured = self._last_burst
-        if not prefilled and then and captures == captured:
-            drafting.note(tokens - before, now - then)
-        self._last_burst = (tokens, now, captures)
-        return drafting.choose(self.scheduler.running)
 
     def _prefill(self, chunks: abc.Sequence[PrefillChunk]) -> None:
         sequences = [self._at(chunk.slot) for chunk in chunks]

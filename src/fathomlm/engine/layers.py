@@ -252,7 +252,7 @@ class PagedLayers:
     def keep(self, x_NM: Tensor, steps: Sequence[Step], attention: AttentionMetadata, positions_N: Tensor) -> None:
         """Store what steps would make of the stream as keys and values; nothing else of them runs (state copying)."""
         self._check(steps, attention)
-        entered, angles = False, self._places.angles(("all",), positions_N, None)
+        entered, angles = False, self._places.angles(("all",), positions_N, None, attention.angles)
         for step in steps:
             if not entered and self._norms_between(step) and step.recursion:
                 x_NM, entered = self._norm(x_NM), True
@@ -477,6 +477,10 @@ class PagedLayers:
                 )  # fmt: skip
             self._described[key] = describe(described)
         return self._described[key]
+
+    def row_angles(self) -> tuple[Tensor, ...]:
+        """The same, where kernels want them: looked up with all else that a decode step begins with, not in passes."""
+        return self.angle_tables() if self.fused else ()
 
     def angle_tables(self) -> tuple[Tensor, ...]:
         """Cosines and sines of every position, (P, D) each."""

@@ -94,6 +94,23 @@ class _Work(NamedTuple):
     alternatives: bool
 
 
+class DeviceMoment:
+    """A point in the device's work, which may lie ahead; on a CPU now."""
+
+    def __init__(self, gpu: bool) -> None:
+        self._at = time.perf_counter()
+        self._event = torch.cuda.Event(enable_timing=True) if gpu else None  # type: ignore[no-untyped-call]
+        if self._event is not None:
+            self._event.record()
+
+    def until(self, later: DeviceMoment) -> float:
+        """Seconds; waits for the later one."""
+        if self._event is None or later._event is None:
+            return later._at - self._at
+        later._event.synchronize()
+        return float(self._event.elapsed_time(later._event)) / 1000
+
+
 class Runner:
     def __init__(
         self,
@@ -276,6 +293,10 @@ class Runner:
         if (event := self._events[at]) is not None:
             event.record()
         return number
+
+    def moment(self) -> DeviceMoment:
+        """Behind all that was started so far."""
+        return DeviceMoment(self.device.type == "cuda")
 
     def _work(self, drafts: bool, sequences: int | None, only: tuple[str, int] | None) -> _Work:
         sampler = self.sampler

@@ -63,7 +63,7 @@ class DraftLayerProgram:
         self.count_S = torch.ones(s.slots + 1, dtype=torch.int64, device=s.device)
         """How many those are."""
         self.threshold_S = torch.ones(s.slots + 1, device=s.device)
-        self._angles = parts.layers.angle_tables() if parts.layers.fused else ()
+        self._angles = parts.layers.row_angles()
         self._begin = parts.small(self._begin_plain)
         self._enter = parts.small(parts.layers.decoder.enter_draft)
         self._meet = parts.small(self._meet_plain)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fathomlm.decode.exiting import Threshold
 from fathomlm.engine.device_state import ENTER, IDLE
-from fathomlm.engine.kv_pages import AttentionMetadata, attention_for
+from fathomlm.engine.kv_pages import attention_for
 from fathomlm.engine.programs.base import (
     BAD,
     DRAFTED,
@@ -36,6 +36,7 @@ from fathomlm.engine.programs.base import (
     ends_sequence,
 )
 from fathomlm.engine.programs.exits import ALL, ExitProgram, Rows
+from fathomlm.engine.programs.whole import metadata_of
 from fathomlm.engine.sampler import Sampled, note
 from fathomlm.engine.schedule import Placement
 
@@ -62,6 +63,7 @@ class DraftProgram(ExitProgram):
         self._slots_S = torch.arange(s.slots, device=s.device)
         self._depth_S = torch.full_like(self._slots_S, self.cuts[-1])
         self._unsure_S = torch.zeros(s.slots, device=s.device)
+        self._angles = parts.layers.row_angles()
         self._begin_settled = parts.small(self._begin_settled_plain)
         self._end_settled = parts.small(self._end_settled_plain)
 
@@ -90,7 +92,7 @@ class DraftProgram(ExitProgram):
         if parts.idle(live_S):
             output.blank(parts.state.spare)
             return
-        seen = AttentionMetadata(*found, apart=True, slots_N=self._slots_S)
+        seen = metadata_of(found, slots_N=self._slots_S)
         x_SM, alone = layers.enter(tokens_S), len(live_S) == 1
         for steps, own in zip(self.segments, (*self.own, ()), strict=True):
             x_SM = layers.run(x_SM, steps, seen, positions_S, spend=True, alone=alone)
@@ -108,7 +110,8 @@ class DraftProgram(ExitProgram):
         seen = attention_for(
             s.tables_STP, slots_S, torch.zeros_like(slots_S), positions_S, live_S, self.parts.page_size
         )  # fmt: skip
-        return live_S, s.token_S[:-1], positions_S, seen.slot_mapping_N, seen.table_NP, seen.lengths_N
+        angles = (table_PD.index_select(0, positions_S) for table_PD in self._angles)
+        return live_S, s.token_S[:-1], positions_S, seen.slot_mapping_N, seen.table_NP, seen.lengths_N, *angles
 
     def _end_settled_plain(self, live_S: Tensor) -> None:
         """All positions up to the slots' own have run every segment."""

@@ -35,15 +35,16 @@ class WholeProgram:
         self._depth_N = torch.full((parts.batch_size,), depth, device=device)
         self._confidence_N = torch.zeros(parts.batch_size, device=device)
         self._begin, self._pick = parts.small(begin), parts.small(pick_live)
+        self._angles = parts.layers.row_angles()
         self._choose = TokenChooser(parts)
 
     def decode_step(self, variant: SamplingVariant) -> None:
         parts, s, N = self.parts, self.parts.state, variant.rows
         rows_N = self._rows_N if N is None else self._pick(s.numbers_SC, s.entries_ST, s.capacity_ST, N)
         tokens_N, positions_N, live_N, *found = self._begin(
-            s.numbers_SC, s.entries_ST, s.capacity_ST, s.tables_STP, rows_N, parts.page_size
+            s.numbers_SC, s.entries_ST, s.capacity_ST, s.tables_STP, rows_N, parts.page_size, self._angles
         )
-        seen = AttentionMetadata(*found, apart=True, slots_N=rows_N)
+        seen = metadata_of(found, slots_N=rows_N)
         x_NM = parts.layers.run(parts.layers.enter(tokens_N), self.steps, seen, positions_N)
         if self.own:
             x_NM = parts.layers.run(x_NM, self.own, seen, positions_N)
@@ -89,13 +90,24 @@ def pick_live(numbers_SC: Tensor, entries_ST: Tensor, capacity_ST: Tensor, many:
 
 
 def begin(
-    numbers_SC: Tensor, entries_ST: Tensor, capacity_ST: Tensor, tables_STP: Tensor, rows_N: Tensor, page_size: int
-) -> tuple[Tensor, ...]:
-    """Who runs, where, and what they see; their entry counts as made. Rows are of different slots, but for the spare one."""
+    numbers_SC: Tensor, entries_ST: Tensor, capacity_ST: Tensor, tables_STP: Tensor, rows_N: Tensor, page_size: int,
+    angles: tuple[Tensor, ...] = (),
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Who runs, where, and what they see, with the `angles` of their positions; their entry counts as made. Rows are of
+    different slots, but for the spare one."""
     token, position, stage = numbers_SC.index_select(0, rows_N)[:, :3].unbind(1)
     ranks_N = entries_ST[rows_N, 0]
     live_N = (stage == ENTER) & (ranks_N < capacity_ST[rows_N, 0])
     seen = attention_for(tables_STP, rows_N, torch.zeros_like(rows_N), ranks_N, live_N, page_size)
     # Nothing is added up, for which a compiler would call a library: rows of the spare slot all store the same number.
     entries_ST.index_put_((rows_N, torch.zeros_like(rows_N)), ranks_N + live_N.long())
-    return token, torch.where(live_N, position, 0), live_N, seen.slot_mapping_N, seen.table_NP, seen.lengths_N
+    positions_N = torch.where(live_N, position, 0)
+    turned = (table_PD.index_select(0, positions_N) for table_PD in angles)
+    return token, positions_N, live_N, seen.slot_mapping_N, seen.table_NP, seen.lengths_N, *turned
+
+
+def metadata_of(found: Sequence[Tensor], slots_N: Tensor) -> AttentionMetadata:
+    """From `begin`: rows of different sequences."""
+    slot_mapping_N, table_NP, lengths_N, *angles = found
+    known = (angles[0], angles[1]) if angles else None
+    return AttentionMetadata(slot_mapping_N, table_NP, lengths_N, angles=known, apart=True, slots_N=slots_N)
