@@ -285,7 +285,7 @@ class _Conversion:
         """What a step adds to one tensor, towards the base layer in its place (svd) or starting as nothing (zero)."""
         if (delta := self.result.decoder.delta(step)) is not None:
             residual = None if self.start.relax == "zero" else partial(self.tying.residual, step, name, tied)
-            moment = partial(self.tying.moment, step, name) if self.start.relax == "aware" else _no_moment
+            moment = partial(self.tying.moment, step, name) if self.start.relax == "aware" else lambda: None
             self._put_added(step, delta.starts(name, tied, residual, self.generator, moment))
 
     def _put_added(self, step: Step, added: Iterable[tuple[str, Tensor]]) -> None:
@@ -302,7 +302,3 @@ def _two_stages(on_progress: OnProgress | None) -> tuple[OnProgress | None, OnPr
     if on_progress is None:
         return None, None
     return lambda done, total: on_progress(done, 2 * total), lambda done, total: on_progress(total + done, 2 * total)
-
-
-def _no_moment() -> None:
-    return None

@@ -121,8 +121,8 @@ def save(
     if shard_bytes < 1:
         raise OptionError(f"shard size must be >= 1 byte, got {shard_bytes}")
     check_plain(model, "saved")
-    if quantize is not None:
-        check_int8(model)
+    if quantize is not None and isinstance(model, FathomForSeq2SeqLM):
+        raise OptionError("int8 is for decoder-only models; this is an encoder-decoder, whose encoder is transformers' own")
     check_room(out, weight_bytes(model))
     with whole_directory(out, force) as directory:
         hf_logging.disable_progress_bar()
@@ -178,12 +178,6 @@ def quantized_tensors(model: FathomModel) -> Iterator[tuple[str, Tensor]]:
         whole, scale = quantize_int8(parameter)
         yield name, whole
         yield name + SCALE, scale
-
-
-def check_int8(model: FathomModel) -> None:
-    """Refuse what this format does not hold, and what cannot be computed with such weights."""
-    if isinstance(model, FathomForSeq2SeqLM):
-        raise OptionError("int8 is for decoder-only models; this is an encoder-decoder, whose encoder is transformers' own")
 
 
 def read_weight(shards: Shards, name: str) -> Tensor:

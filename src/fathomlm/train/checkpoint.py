@@ -112,7 +112,10 @@ def _write(
     if world.first:
         hf_logging.disable_progress_bar()
         model.save_pretrained(place, state_dict=weights)
-        save_file(_random_state(world.device), place / "training" / "random.safetensors")
+        states = {"cpu": torch.get_rng_state()}
+        if world.device.type == "cuda":
+            states["cuda"] = torch.cuda.get_rng_state(world.device)
+        save_file(states, place / "training" / "random.safetensors")
     return numbers
 
 
@@ -152,7 +155,9 @@ def load_checkpoint(
         _load_weights(directory, module)
         _load_optimizer(directory, state, module, optimizer)
         with safe_open(directory / "training" / "random.safetensors", framework="pt") as file:
-            _set_random_state({key: file.get_tensor(key) for key in file.keys()}, world.device)  # noqa: SIM118
+            torch.set_rng_state(file.get_tensor("cpu"))
+            if world.device.type == "cuda" and "cuda" in file.keys():  # noqa: SIM118 - a handle, not a dict
+                torch.cuda.set_rng_state(file.get_tensor("cuda"), world.device)
     except (OSError, SafetensorError, KeyError, RuntimeError, TypeError) as error:
         raise CheckpointError(f"{directory}: not a complete training checkpoint ({error})") from error
     return state.progress
@@ -191,14 +196,3 @@ def _load_optimizer(directory: Path, state: TrainingState, module: nn.Module, op
             optimizer.state[parameter][entry] = like(full, parameter) if same else full.to(parameter.device)
     for name, numbers in state.optimizer.items():
         optimizer.state[parameters[name]].update(numbers)
-
-
-def _random_state(device: torch.device) -> dict[str, Tensor]:
-    states = {"cpu": torch.get_rng_state()}
-    return states | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
-
-
-def _set_random_state(states: dict[str, Tensor], device: torch.device) -> None:
-    torch.set_rng_state(states["cpu"])
-    if device.type == "cuda" and "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"], device)

@@ -195,6 +195,7 @@ def format_estimate(found: Estimate) -> str:
     looped = f" looped {found.recursions} times, {found.unrolled_layers} run" if found.recursions > 1 else ""
     exits = f", exits after {', '.join(map(str, found.exits))}" if found.exits else ""
     exits += f", {found.router}-choice router" if found.router else ""
+    spread = {"none": "one device", "ddp": f"{found.devices} copies", "fsdp": f"shards over {found.devices}"}
     lines = [
         ("model", f"{found.layout} layers{looped}{exits}"),
         ("parameters", f"{amount(found.non_embedding_parameters)} + {amount(found.embedding_parameters)} of embeddings"),
@@ -215,7 +216,7 @@ def format_estimate(found: Estimate) -> str:
             f"{found.rows_per_step:,} rows in {found.micro_batches} micro-batch(es) on each of {found.devices} device(s)",
         ),
         *_compute(found),
-        ("memory", f"{_gb(found.memory.total)} a device ({_devices(found)})"),
+        ("memory", f"{_gb(found.memory.total)} a device ({spread[found.parallel]})"),
     ]
     record = found.memory.to_dict()
     lines += [(f"  {kind}", _gb(size)) for kind, size in record.items() if size and kind != "total"]
@@ -241,10 +242,6 @@ def _compute(found: Estimate) -> list[tuple[str, str]]:
         ),
         ("", f"{found.model_flops:.3g} as 6 x parameters x tokens; {found.work_flops:.3g} with all that this run computes"),
     ]
-
-
-def _devices(found: Estimate) -> str:
-    return {"none": "one device", "ddp": f"{found.devices} copies", "fsdp": f"shards over {found.devices}"}[found.parallel]
 
 
 def _fits(found: Estimate) -> str:

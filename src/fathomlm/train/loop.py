@@ -122,7 +122,8 @@ class Stepper:
             sums[0] += total
             sums[1:-1] += parts
         sums[-1].fill_(float(wants_stop))
-        norm = self._clip()
+        limit = self._recipe.optimizer.clip or math.inf
+        norm = whole(nn.utils.clip_grad_norm_(self._learns, limit)).to(world.device)
         sums = world.sum(sums)
         means = sums[:-1] / count
         bad = (~(means[0].isfinite() & norm.isfinite())).float()
@@ -207,10 +208,6 @@ class Stepper:
         with autocast:
             total, parts = self._module(**batch.inputs, causal=causal)
         return total, parts
-
-    def _clip(self) -> Tensor:
-        limit = self._recipe.optimizer.clip or math.inf
-        return whole(nn.utils.clip_grad_norm_(self._learns, limit)).to(self.world.device)
 
 
 def _validation_rows(loader: BatchLoader, start: int, count: int, rows: int) -> Batch:

@@ -141,10 +141,6 @@ class Objective(nn.Module):
             self._exact = torch.zeros((), dtype=torch.float64, device=device) if self._exact is None else self._exact
             self._exact.fill_(smooth_openness(self._teaches, step))
 
-    def _top_k(self) -> TopKOptions:
-        left = self.openness if self.training else 0.0
-        return TopKOptions(left, self._exact if left else None, self._teaches.capacity_per_document)
-
     @property
     def _now(self) -> tuple[_Output, ...]:
         """The outputs that count: all, or in training those whose turn it is; weights that add up to 1 still do."""
@@ -188,6 +184,7 @@ class Objective(nn.Module):
         at = {own.get(output.index, output.index) for output in outputs if output.index <= last}
         at |= {*self._shallow, *self._deep}
         trace = None if plan.routing is None else RoutingTrace()
+        left = self.openness if self.training else 0.0
         memory = None
         if self.encoder is not None:
             assert source_BS is not None
@@ -202,7 +199,7 @@ class Objective(nn.Module):
             memory=memory,
             recompute=self.recompute,
             causal=causal,
-            top_k=self._top_k(),
+            top_k=TopKOptions(left, self._exact if left else None, self._teaches.capacity_per_document),
             trace=trace,
             kept_SB=self._kept(tokens_BT),
         )

@@ -44,15 +44,10 @@ def shipped_recipes() -> dict[str, Path]:
     return {path.stem: path for path in sorted(shipped_directory().glob("*.yaml"))}
 
 
-def recipe_behind(source: str) -> str | None:
-    """The shipped recipe whose run leaves this model, by the name of its directory (`runs/NAME/last`)."""
-    found = re.fullmatch(r"runs/([\w.-]+)/(?:last|best)/?", source)
-    return found[1] if found is not None and found[1] in shipped_recipes() else None
-
-
 def yet_to_come(source: str) -> str | None:
-    """The shipped recipe that makes a source which is not there."""
-    return None if Path(source).exists() else recipe_behind(source)
+    """The shipped recipe whose run leaves a model that is not there, by the name of its directory (`runs/NAME/last`)."""
+    found = re.fullmatch(r"runs/([\w.-]+)/(?:last|best)/?", source)
+    return found[1] if found is not None and found[1] in shipped_recipes() and not Path(source).exists() else None
 
 
 def find_recipe(path: str | Path) -> Path:

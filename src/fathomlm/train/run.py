@@ -282,7 +282,8 @@ class TrainingRun:
             return
         parts, tokens = self._stepper.validate(self._data.validation, self.recipe.evaluate.rows)
         progress.validation = parts["next_token"]
-        exits = {name.removeprefix("exit_"): value for name, value in parts.items() if _is_exit(name)}
+        own = {name: value for name, value in parts.items() if not name.endswith(("_distill", "_classifier"))}
+        exits = {name.removeprefix("exit_"): own[name] for name in own if name.startswith(("exit_", "draft_"))}
         record: Record = self._stamp("validation") | {
             "loss": parts["next_token"],
             "exits": exits,
@@ -385,7 +386,3 @@ def find_saved(recipe: Recipe, world: World, resume: bool) -> dict[int, Path]:
 
 def _is_better(value: float, best: float | None) -> bool:
     return math.isfinite(value) and (best is None or value < best)
-
-
-def _is_exit(name: str) -> bool:
-    return name.startswith(("exit_", "draft_")) and not name.endswith(("_distill", "_classifier"))

@@ -72,7 +72,9 @@ class GGUFCheckpoint:
         if part is not None:
             return tensor.chunk(3)[part].clone()
         if arch.family in INTERLEAVED and (projection := re.search(r"attn\.([qk])\.", name)):
-            return _sorted_halves(tensor, arch.heads if projection[1] == "q" else arch.kv_heads)
+            heads = arch.heads if projection[1] == "q" else arch.kv_heads
+            # Undoes llama.cpp's interleaving of each head's two rotary halves.
+            return tensor.reshape(heads, -1, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
         if arch.norm == "rms_plus_one" and "norm" in name:
             return tensor - 1
         return tensor
@@ -119,8 +121,3 @@ def stored_name(name: str, arch: Architecture) -> tuple[str, int | None]:
         return f"blk.{layer}.attn_qkv.{leaf}", "qkv".index(module[-1])
     names = _LAYER_NAMES | (_EXPERT_NAMES if arch.experts else {})
     return f"blk.{layer}.{names[module]}.{leaf}", None
-
-
-def _sorted_halves(tensor: torch.Tensor, heads: int) -> torch.Tensor:
-    """Undo llama.cpp's interleaving of each head's two rotary halves."""
-    return tensor.reshape(heads, -1, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)

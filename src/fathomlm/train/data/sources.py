@@ -128,7 +128,7 @@ def _expand_one(pattern: str, validation: bool) -> list[DataSource]:
         return [DataSource(name=pattern, kind="hub", bytes=None, validation=validation)]
     path = _packaged(pattern) or Path(pattern).expanduser()
     if path.is_dir():
-        files = [file for file in path.rglob("*") if _visible(file.relative_to(path))]
+        files = [file for file in path.rglob("*") if not any(part.startswith(".") for part in file.relative_to(path).parts)]
     elif path.exists():
         if KNOWN.search(path.name) is None:
             raise DataError(f"{path}: unsupported file type; supported: {NAMES}")
@@ -153,10 +153,6 @@ def _packaged(pattern: str) -> Path | None:
     if (found := text_path(name)) is None:
         raise DataError(choices("packaged text", name, packaged_texts()))
     return found
-
-
-def _visible(path: Path) -> bool:
-    return not any(part.startswith(".") for part in path.parts)
 
 
 def _kind(path: Path) -> str:
