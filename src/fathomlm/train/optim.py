@@ -83,9 +83,8 @@ def set_rate(optimizer: Optimizer, rate: float) -> None:
         group["lr"] = rate * group.get("rate", 1.0)
 
 
-def state_bytes_per_weight(kind: str) -> int:
-    """Weights, gradients and optimizer state in float32; Adafactor's factored state is next to nothing."""
-    return {"adamw": 16, "adafactor": 8}[kind]
+STATE_BYTES = {"adamw": 16, "adafactor": 8}
+"""Of each weight: itself, its gradient and the optimizer's state in float32; Adafactor's factored one is next to nothing."""
 
 
 def named_state(module: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, Any]]:

@@ -28,10 +28,11 @@ from fathomlm.train.directory import (
     run_lock,
 )
 from fathomlm.train.distributed import World, choose_parallel, join, parallelize, whole
+from fathomlm.train.first import check_models
 from fathomlm.train.flops import Rates, forward_flops_per_token, model_flops_per_token
 from fathomlm.train.loop import PendingStep, SpeedMeter, Stepper, StepResult, stop_requested
 from fathomlm.train.objective import Objective
-from fathomlm.train.optim import build_optimizer, choose_trained, state_bytes_per_weight
+from fathomlm.train.optim import STATE_BYTES, build_optimizer, choose_trained
 from fathomlm.train.recipe import Recipe
 from fathomlm.train.report import Record, Reporter, SilentWatcher, Watcher
 from fathomlm.train.schedule import LearningRate, micro_batch_size, plan_steps
@@ -40,12 +41,11 @@ from fathomlm.train.setup import (
     as_the_model_reads,
     build_student,
     build_teacher,
-    check_sources,
     describe_student,
     open_data,
 )
 from fathomlm.train.state import RunFacts, TrainingProgress, check_fresh, read_state
-from fathomlm.train.student import StudentSpec
+from fathomlm.train.student import StudentSpec, read_source
 from fathomlm.train.teacher_cache import taught_data
 
 
@@ -97,7 +97,8 @@ class TrainingRun:
         self.directory = Path(recipe.directory)
         self._place = RunDirectory(self.directory, recipe)
         self._watcher = watcher
-        check_sources(recipe)
+        for source in check_models(recipe):  # by their configurations, before data are prepared for hours
+            read_source(source)
         self._data = open_data(recipe, world, on_prepare)
         torch.manual_seed(recipe.seed)
         self._student = build_student(recipe, self._data.corpus)
@@ -150,7 +151,7 @@ class TrainingRun:
         if self._heals_alone and world.size > 1 and decoder.head is not None:
             raise TrainingError("loss.heal.alone with a head of its own requires one process: that head learns nothing")
         weights = sum(p.numel() for p in self._objective.parameters() if p.requires_grad)
-        kind = choose_parallel(recipe.parallel, world, weights * state_bytes_per_weight(recipe.optimizer.kind))
+        kind = choose_parallel(recipe.parallel, world, weights * STATE_BYTES[recipe.optimizer.kind])
         if kind == "fsdp" and recipe.optimizer.kind == "adafactor":
             raise TrainingError("adafactor does not support sharded weights; use parallel: ddp or optimizer.kind: adamw")
         module = parallelize(self._objective, kind, world, recipe.precision)

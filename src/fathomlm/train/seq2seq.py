@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fathomlm.checkpoints.assemble import TokenIds, end_ids
+from fathomlm.checkpoints.assemble import end_ids
 from fathomlm.checkpoints.resolve import encoder_of
 from fathomlm.depth import Architecture
 from fathomlm.errors import DataError, OptionError
@@ -56,12 +56,6 @@ def start_as_t5(decoder: Decoder, generator: torch.Generator) -> None:
         if module is not None:
             nn.init.normal_(module.weight, std=a.hidden**-0.5, generator=generator)
     decoder.match_weights()
-
-
-def fresh_tokens(tokenizer: Any, separator: int) -> TokenIds:
-    """A fresh model ends with what the corpus ends targets with, and starts as T5 does, with padding where there is one."""
-    pad = tokenizer.pad_token_id
-    return TokenIds(bos=tokenizer.bos_token_id, eos=(separator,), pad=pad, start=separator if pad is None else pad)
 
 
 def ready_to_train(student: FathomForSeq2SeqLM, model: ModelRecipe, corpus: Corpus) -> FathomForSeq2SeqLM:

@@ -27,18 +27,17 @@ from fathomlm.train.data.loader import BatchLoader, Loader
 from fathomlm.train.data.pairs import PairLoader
 from fathomlm.train.data.prepare import PreparationProgress, prepare
 from fathomlm.train.distributed import World
-from fathomlm.train.first import check_corpus, check_models
+from fathomlm.train.first import check_corpus
 from fathomlm.train.losses.exits import exited_plan
 from fathomlm.train.recipe import DataRecipe, ExitRecipe, ModelRecipe, Recipe
 from fathomlm.train.schedule import rows_per_step
-from fathomlm.train.seq2seq import fresh_tokens, read_encoder, ready_to_train, start_as_t5
+from fathomlm.train.seq2seq import read_encoder, ready_to_train, start_as_t5
 from fathomlm.train.student import (
     check_plan,
     check_rows,
     check_tying,
     fine_tuning,
     lay_plan,
-    read_source,
     route_plan,
     scratch_architecture,
 )
@@ -106,12 +105,6 @@ def _prepare_options(data: DataRecipe) -> PrepareOptions:
         max_tokens=None if data.max_tokens is None else round(parse_amount("data.max_tokens", data.max_tokens)),
         workers=len(os.sched_getaffinity(0)),
     )
-
-
-def check_sources(recipe: Recipe) -> None:
-    """Refuse models that are not there, by their configurations, before data are prepared for hours."""
-    for source in check_models(recipe):
-        read_source(source)
 
 
 def build_student(recipe: Recipe, corpus: Corpus) -> FathomModel:
@@ -220,8 +213,12 @@ def _from_scratch(model: ModelRecipe, seed: int, corpus: Corpus, tokenizer: Any)
     record = read_encoder(model, architecture)
     if record is not None and model.init_std != ModelRecipe().init_std:
         raise OptionError("model.init_std cannot be combined with a T5-style model, which has T5's own initialization")
-    tokens = TokenIds(bos=tokenizer.bos_token_id, eos=end_ids(tokenizer.eos_token_id), pad=tokenizer.pad_token_id)
-    tokens = tokens if record is None else fresh_tokens(tokenizer, corpus.manifest.separator)
+    bos, pad, separator = tokenizer.bos_token_id, tokenizer.pad_token_id, corpus.manifest.separator
+    tokens = TokenIds(bos=bos, eos=end_ids(tokenizer.eos_token_id), pad=pad)
+    if (
+        record is not None
+    ):  # ends with what the corpus ends targets with, and starts as T5 does, with padding if there is one
+        tokens = TokenIds(bos=bos, eos=(separator,), pad=pad, start=separator if pad is None else pad)
     student = empty_model(configure(architecture, plan, relaxation, tokens, torch.float32, record))
     student.decoder.to_empty(device="cpu")
     torch.manual_seed(seed)  # what has no generator of its own (an encoder, a relaxation's start) draws from torch's
