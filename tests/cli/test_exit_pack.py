@@ -302,5 +302,5 @@ def test_an_export_that_cannot_be_leaves_nothing(
     model = shutil.copytree(exited, tmp_path / "model")
     assert "does not look like a pack of exits" in mistake_of("export", str(exited), str(model), *kind, "--force")
     (model / FILE).write_text("{")
-    assert "threshold.json is not a calibration" in mistake_of("export", str(model), out, *kind)
+    assert "threshold.json is not valid JSON" in mistake_of("export", str(model), out, *kind)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["model", "pack"]

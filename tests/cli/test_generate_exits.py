@@ -199,7 +199,7 @@ def test_a_damaged_calibration_is_said(tiny_model_dir: Path, tmp_path: Path, mis
     for name in ("threshold.json", "config.json"):
         (tmp_path / name).write_text("{")
     words = ("--decode", "parallel", "--exit-layer", "2", "--threshold", "adaptive")
-    assert "threshold.json is not a calibration" in mistake_of("generate", str(tmp_path), "-p", "a", *words)
+    assert "threshold.json is not valid JSON" in mistake_of("generate", str(tmp_path), "-p", "a", *words)
 
 
 def test_chat_leaves_early_too(
