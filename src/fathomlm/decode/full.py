@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -104,7 +105,7 @@ def generate(
     encoded = encode_prompts(model, prompts)
     if not encoded:
         return []
-    tell = [None if on_text is None else _tell_row(on_text, i) for i in range(len(encoded))]
+    tell = [None if on_text is None else partial(on_text, i) for i in range(len(encoded))]
     memory = None
     if isinstance(model, FathomForSeq2SeqLM):
         start, longest = start_token(model), 1
@@ -235,10 +236,6 @@ def check_exiting(model: FathomModel, control: DepthControl | None, exiting: Exi
     if control is not None:
         raise OptionError("depth control cannot be combined with early exit")
     ExitPolicy(model.decoder, exiting)
-
-
-def _tell_row(on_text: Callable[[int, str], None], row: int) -> Callable[[str], None]:
-    return lambda piece: on_text(row, piece)
 
 
 def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

@@ -228,22 +228,18 @@ class Architecture:
         if self.experts:
             return attention
         gate = (LinearSpec("gate", self.hidden, self.intermediate, self.mlp_bias),) if self.gated else ()
-        return (
-            *attention,
-            *self._cross_linears(),
-            *gate,
-            LinearSpec("up", self.hidden, self.intermediate, self.mlp_bias),
-            LinearSpec("down", self.intermediate, self.hidden, self.mlp_bias),
-        )
-
-    def _cross_linears(self) -> tuple[LinearSpec, ...]:
-        if not self.cross:
-            return ()
-        return (
+        cross = (
             LinearSpec("cross_q", self.hidden, self.query_width, self.qkv_bias),
             LinearSpec("cross_k", self.memory_width, self.kv_width, self.qkv_bias),
             LinearSpec("cross_v", self.memory_width, self.kv_width, self.qkv_bias),
             LinearSpec("cross_o", self.query_width, self.hidden, self.o_bias),
+        )
+        return (
+            *attention,
+            *(cross if self.cross else ()),
+            *gate,
+            LinearSpec("up", self.hidden, self.intermediate, self.mlp_bias),
+            LinearSpec("down", self.intermediate, self.hidden, self.mlp_bias),
         )
 
     def vectors(self) -> dict[str, int]:

@@ -48,21 +48,20 @@ class FathomConfig(PreTrainedConfig):  # type: ignore[misc]
         """How the files hold the weights, where that is not as numbers of `dtype`: int8."""
         self.kept_layers = kept_layers
         """Which layers of a larger model this one's are, where it was made by dropping some."""
-        self.vocab_size = shape.vocab
-        self.hidden_size = shape.hidden
-        self.intermediate_size = shape.intermediate
-        self.num_hidden_layers = DepthPlan.from_dict(self.plan).unrolled_layers
-        self.num_attention_heads = shape.heads
-        self.num_key_value_heads = shape.kv_heads
-        self.head_dim = shape.head_dim
-        self.max_position_embeddings = shape.context
+        derived = {
+            "vocab_size": shape.vocab, "hidden_size": shape.hidden, "intermediate_size": shape.intermediate,
+            "num_hidden_layers": DepthPlan.from_dict(self.plan).unrolled_layers, "num_attention_heads": shape.heads,
+            "num_key_value_heads": shape.kv_heads, "head_dim": shape.head_dim, "max_position_embeddings": shape.context,
+        }  # fmt: skip
+        for name, value in derived.items():  # they follow from the architecture and the plan; what a file says is not read
+            kwargs.pop(name, None)
+            setattr(self, name, value)
         self.initializer_range = kwargs.pop("initializer_range", 0.02)
         self.use_cache = kwargs.pop("use_cache", True)
         self.bos_token_id = kwargs.pop("bos_token_id", None)
         self.eos_token_id = kwargs.pop("eos_token_id", None)
         self.pad_token_id = kwargs.pop("pad_token_id", None)
-        for derived in DERIVED:
-            kwargs.pop(derived, None)
+        kwargs.pop("tie_word_embeddings", None)
         # A tied head is no second tensor here (`Decoder.logits`), so transformers has nothing to tie.
         super().__init__(tie_word_embeddings=False, **kwargs)
 
@@ -121,17 +120,3 @@ class FathomConfig(PreTrainedConfig):  # type: ignore[misc]
         """The typed objects behind the JSON."""
         relaxation = None if self.relaxation is None else Relaxation.from_dict(self.relaxation)
         return Architecture.from_dict(self.architecture), DepthPlan.from_dict(self.plan), relaxation
-
-
-DERIVED = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "max_position_embeddings",
-    "tie_word_embeddings",
-)
-"""Fields that follow from the architecture and the plan; what a file says of them is not read back."""

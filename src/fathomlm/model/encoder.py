@@ -6,7 +6,6 @@ is the decoder's, so an encoder here has none and is given embedded tokens.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -106,15 +105,10 @@ def encoder_beside(
     )
 
 
-def encoder_shapes(record: Mapping[str, Any]) -> list[tuple[int, ...]]:
-    """The encoder's tensors; the embedding is the decoder's and not among them."""
-    with torch.device("meta"):
-        return [tuple(parameter.shape) for parameter in build_encoder(record).parameters()]
-
-
 def encoder_parameters(record: Mapping[str, Any]) -> int:
-    """How many parameters the encoder has."""
-    return sum(math.prod(shape) for shape in encoder_shapes(record))
+    """How many parameters the encoder has; the embedding is the decoder's and not among them."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in build_encoder(record).parameters())
 
 
 def _kind(record: Mapping[str, Any]) -> EncoderKind:

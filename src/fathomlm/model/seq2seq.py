@@ -8,6 +8,7 @@ Shapes: B batch, S tokens of the source, T tokens of the target, M hidden width.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from transformers.utils.generic import can_return_tuple
 
 from fathomlm.depth import Architecture, DepthPlan, Relaxation
 from fathomlm.errors import OptionError
+from fathomlm.model.config import SMALLEST as SMALLEST_DECODER
 from fathomlm.model.decoder import Decoder
 from fathomlm.model.encoder import build_encoder, encoder_record
 from fathomlm.model.encoder_memory import EncoderMemory
@@ -32,19 +34,8 @@ NO_PLACE = {
     "decoder_inputs_embeds": "decoder_input_ids",
 }
 """What transformers' T5 takes and this does not, and what to give instead."""
-SMALLEST = Architecture(
-    family="t5",
-    layers=1,
-    hidden=2,
-    intermediate=2,
-    heads=1,
-    kv_heads=1,
-    head_dim=2,
-    vocab=2,
-    rotary_fraction=0.0,
-    positions="relative",
-    cross=True,
-    memory_width=2,
+SMALLEST = dataclasses.replace(
+    SMALLEST_DECODER, family="t5", rotary_fraction=0.0, positions="relative", cross=True, memory_width=2
 )
 SMALLEST_ENCODER = {"model_type": "t5", "d_model": 2, "d_kv": 2, "d_ff": 2, "num_layers": 1, "num_heads": 1}
 

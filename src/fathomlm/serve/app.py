@@ -228,7 +228,7 @@ def _status(service: Service, metrics: Metrics, name: str | None) -> dict[str, A
     if served is None:
         phase: str = service.phase
         if phase == "ready":  # the server's own is there, the one that was asked for is not
-            phase = "loading" if service.catalog.is_loading(name or "") else "not loaded"
+            phase = "loading" if (name or "") in service.catalog.loading else "not loaded"
         return {"status": phase, "version": __version__, "model": name, "replica": service.replica}
     found = served.engine.status()
     counters = found.counters

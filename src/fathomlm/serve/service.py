@@ -40,19 +40,16 @@ class Catalog:
         self.offers, self._most = dict(offers or {}), most
         self.loaded: dict[str, ServedModel] = {}
         """By name, the least recently used first."""
-        self._loading: dict[str, asyncio.Task[None]] = {}
+        self.loading: dict[str, asyncio.Task[None]] = {}
         self._one_at_a_time = asyncio.Lock()
-
-    def is_loading(self, name: str) -> bool:
-        return name in self._loading
 
     async def get(self, name: str) -> ServedModel:
         """The model of that name. Loading goes on when whoever waits for it stops waiting: the next one may want it."""
         while name not in self.loaded or self.loaded[name].engine.failure is not None:
-            if name not in self._loading:
-                task = self._loading[name] = asyncio.create_task(self._load(name))
+            if name not in self.loading:
+                task = self.loading[name] = asyncio.create_task(self._load(name))
                 task.add_done_callback(partial(self._loaded, name))
-            task = self._loading[name]
+            task = self.loading[name]
             await asyncio.wait((task,))
             if task.cancelled():
                 raise ApiError(503, "the server is shutting down and accepts no new requests", code="draining")
@@ -62,7 +59,7 @@ class Catalog:
 
     def stop_loading(self) -> None:
         """For the end of the server: whoever waits for a model is told."""
-        for task in self._loading.values():
+        for task in self.loading.values():
             task.cancel()
 
     async def close(self) -> None:
@@ -71,7 +68,7 @@ class Catalog:
             await served.close()
 
     def _loaded(self, name: str, task: asyncio.Task[None]) -> None:
-        del self._loading[name]
+        del self.loading[name]
         if not task.cancelled():
             task.exception()  # asyncio would complain of one that nobody has waited for
 

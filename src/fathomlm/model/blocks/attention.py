@@ -90,7 +90,7 @@ class Attention(nn.Module):
             return step.project("o", self.o, mixed.transpose(1, 2).flatten(2))
         if step.reads is not None:
             return self._mixed(self._rotated_q(x_BTM, step), *step.reads, step)
-        return self._attend(*self._rotated(x_BTM, step), step)
+        return self._attend(self._rotated_q(x_BTM, step), *self.entries(x_BTM, step), step)
 
     def behind(self, norm: nn.Module, x_BTM: Tensor, step: StepContext) -> Tensor:
         """The residual stream with what the tokens gather from its norm added."""
@@ -121,11 +121,6 @@ class Attention(nn.Module):
         if step.packed is not None:
             return F.linear(mixed, step.packed.o_MW)
         return step.project("o", self.o, mixed)
-
-    def _rotated(self, x_BTM: Tensor, step: StepContext) -> tuple[Tensor, Tensor, Tensor]:
-        """Heads of queries, keys and values, the first two at their positions."""
-        k, v = self.entries(x_BTM, step)
-        return self._rotated_q(x_BTM, step), k, v
 
     def entries(self, x_BTM: Tensor, step: StepContext) -> Entries:
         """Heads of keys, at their positions, and of values."""
