@@ -259,7 +259,7 @@ class Fields:
                 inside = f" in {self._prefix[:-1]}" if self._prefix else ""
                 raise self._error(f"{self.where}: {choices(f'field{inside}', shown_name(str(name)), hints)}")
         found = {}
-        for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+        for field in (field for field in dataclasses.fields(cls) if field.init):  # type: ignore[arg-type]
             if field.name in self.values:
                 found[field.name] = self._as(hints[field.name], field.name, self.values[field.name], texts, whole)
             elif whole or field.default is field.default_factory is dataclasses.MISSING:
@@ -295,7 +295,7 @@ class Fields:
 @functools.cache
 def _hints(cls: Any) -> dict[str, Any]:
     hints = typing.get_type_hints(cls)
-    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls) if field.init}
 
 
 def _fits(kind: Any, value: object) -> bool:

@@ -73,6 +73,6 @@ def to_record(instance: Any, later: Collection[str] = ()) -> dict[str, Any]:
     found = {}
     for field in dataclasses.fields(instance):
         value = getattr(instance, field.name)
-        if field.name not in later or value != field.default:
+        if field.init and (field.name not in later or value != field.default):
             found[field.name] = list(value) if isinstance(value, tuple) else value
     return found

@@ -28,8 +28,6 @@ KVMode = Literal["cache", "share", "hybrid"]
 """Whose keys and values a step attends to: its own, for the tokens that run it; those of the first use of its layer; or
 those with its own written over them (thesis 4.3.3, and its appendix on KV sharing)."""
 KV_MODES: tuple[str, ...] = get_args(KVMode)
-LOOP_TRAITS = ("loop_norm", "injection", "core_norm")
-"""What stands between recursions, by its fields."""
 DEFAULT_RECURSIONS = 2
 """Of a model that is to be looped, where nobody says how often."""
 
@@ -49,30 +47,27 @@ class Step:
     """The base layer whose place this step takes: its window, and what its relaxation is initialised towards."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DepthPlan:
-    """Unique layers laid out over an unrolled depth. Make one with `DepthPlan.build` or `DepthPlan.vanilla`."""
+    """Unique layers laid out over an unrolled depth. Make one with `DepthPlan.build` or `DepthPlan.vanilla`.
+
+    Its fields are the few that files have, and its steps follow from them.
+    """
 
     sharing: str
-    recursions: int
-    base_layers: int
+    recursions: int = size("recursions")
+    base_layers: int = size("base_layers")
     """How many layers the untied base has."""
-    steps: tuple[Step, ...]
+    unrolled_layers: int = size("unrolled_layers")
+    """How many steps there are; not as many as the base has where recursions do not divide that (`build`, resize)."""
     exits: tuple[int, ...] = ()
     """The steps after which a token may exit early, through the final norm and the head; the last step is no early exit."""
     exit_layer: bool = False
     """Whether each exit has a layer of its own, which only what is chosen there runs through (`exit_steps`)."""
-    draft: bool = False
-    """Whether a draft layer stands behind the last step (`draft_step`), instead of exits between steps."""
-    kv: KVMode = "cache"
-    kv_sharing: str | None = None
-    """How a plain model's layers share keys and values: cycle, sequence, ...; a looped one shares as its weights do."""
-    kv_loops: int = 1
-    """How many of a plain model's layers read the same entries."""
-    routing: Routing | None = None
-    """What chooses each token's depth; None runs every token to the end."""
     exit_gate: bool = False
     """Whether one learned gate says at every exit how likely a token exits there (Ouro)."""
+    draft: bool = False
+    """Whether a draft layer stands behind the last step (`draft_step`), instead of exits between steps."""
     loop_norm: bool = False
     """Whether the final norm also stands between two recursions, so that a loop reads what the head would read (Nanbeige,
     Ouro)."""
@@ -81,14 +76,45 @@ class DepthPlan:
     one's input is a start state: zeros, or noise."""
     core_norm: bool = False
     """Whether the final norm also stands behind the last recursion, in front of the coda (Huginn)."""
+    ends: tuple[int, int] = None  # type: ignore[assignment]
+    """How many layers the prelude and the coda have; None makes it as many as the strategy keeps apart."""
+    kv: KVMode = "cache"
+    kv_sharing: str | None = None
+    """How a plain model's layers share keys and values: cycle, sequence, ...; a looped one shares as its weights do."""
+    kv_loops: int = size("kv_loops", 1)
+    """How many of a plain model's layers read the same entries."""
+    routing: Routing | None = None
+    """What chooses each token's depth; None runs every token to the end."""
+    steps: tuple[Step, ...] = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        check(self, inside=False)
+        base, unrolled = self.base_layers, self.unrolled_layers
+        resize: Resize | None = None if base == unrolled else ("add" if unrolled > base else "drop")
+        unique, ends = _unique_layers(self.sharing, self.recursions, base, resize, self.ends)
+        if sum(ends) + unique * self.recursions != unrolled:
+            total = sum(ends) + unique * self.recursions
+            raise PlanError(f"the plan says {unrolled} unrolled layers, its other fields give {total}")
+        object.__setattr__(self, "ends", ends)
+        object.__setattr__(self, "steps", tuple(_lay(self.sharing, self.recursions, base, unique, ends)))
+        object.__setattr__(self, "exits", tuple(sorted(set(self.exits))))
         self._check()
         _ = self.kv_sources, self.unique_layers  # now: a cached property takes a lock, which no compiler can follow
 
     def _check(self) -> None:
+        for index in self.exits:
+            if not 0 <= index < self.unrolled_layers - 1:
+                last = self.unrolled_layers - 1
+                raise PlanError(f"an exit goes after one of the steps 1 to {last} of {last + 1}, got {index + 1}")
         if self.kv not in KV_MODES:
             raise PlanError(choices("kv mode", self.kv, KV_MODES))
+        if self.kv_sharing is not None:
+            if self.kv_sharing not in STRATEGIES:
+                raise PlanError(choices("kv sharing strategy", self.kv_sharing, STRATEGIES))
+            core = self.unrolled_layers - 2 * STRATEGIES[self.kv_sharing].kept_apart
+            if self.kv_loops > 1 and core % self.kv_loops:
+                fits = ", ".join(str(n) for n in range(2, core + 1) if core % n == 0)
+                raise PlanError(f"{self.kv_loops} kv loops do not divide {core} layers; these do: {fits}")
         plain_share = self.kv == "share" and self.recursions == 1
         if plain_share != (self.kv_sharing is not None) or plain_share != (self.kv_loops > 1):
             if plain_share:
@@ -145,35 +171,9 @@ class DepthPlan:
         `resize` changes the unrolled depth where it does not divide: "add" rounds it up, as the thesis does for its MoR
         models (30 -> 1+10+1 looped three times, 32 -> 34 for four); "drop" rounds it down, as in its sharing tables.
         """
-        if sharing not in STRATEGIES:
-            raise PlanError(choices("sharing strategy", sharing, STRATEGIES))
-        _checked("recursions", recursions)
-        _checked("base_layers", base_layers, called="layers")
-        if resize not in (None, "add", "drop"):
-            raise PlanError(f"resize must be 'add' or 'drop', got {resize!r}")
-        apart = STRATEGIES[sharing].kept_apart
-        prelude, coda = ends = (apart, apart) if ends is None else ends
-        if min(ends) < min(apart, 1) or (max(ends) and not apart):
-            raise PlanError(f"ends must be >= 1 and require a middle-* strategy, got {prelude} and {coda} for {sharing}")
-        core = base_layers - prelude - coda
-        if core < 1:
-            kept = "the first and last layer" if ends == (1, 1) else f"{prelude} + {coda} layers"
-            raise PlanError(
-                f"{sharing} keeps {kept} apart, so it requires at least {prelude + coda + 1} layers; got {base_layers}"
-            )
-        if core % recursions:
-            if resize is None:
-                raise PlanError(_does_not_divide(recursions, base_layers, core, ends))
-            core += -core % recursions if resize == "add" else -(core % recursions)
-        unique = core // recursions
-        if unique < 1:
-            most = base_layers - prelude - coda
-            raise PlanError(f"{recursions} recursions leave no layer of {base_layers}; at most {most} fit")
-        return cls(sharing, recursions, base_layers, tuple(_lay(sharing, recursions, base_layers, unique, ends)))
-
-    @property
-    def unrolled_layers(self) -> int:
-        return len(self.steps)
+        unique, both = _unique_layers(sharing, recursions, base_layers, resize, ends)
+        unrolled = sum(both) + unique * recursions
+        return cls(sharing=sharing, recursions=recursions, base_layers=base_layers, unrolled_layers=unrolled, ends=both)
 
     @cached_property
     def unique_layers(self) -> int:
@@ -200,12 +200,6 @@ class DepthPlan:
         return self.recursions == 1 and not self.injection
 
     @property
-    def ends(self) -> tuple[int, int]:
-        """How many layers the prelude and the coda have."""
-        parts = [step.part for step in self.steps]
-        return parts.count("prelude"), parts.count("coda")
-
-    @property
     def whole_passes(self) -> bool:
         """Whether a recursion runs the whole core before the next begins, so that a recursion has an output."""
         return STRATEGIES[self.sharing].whole_passes
@@ -213,12 +207,7 @@ class DepthPlan:
     def with_exits(self, exits: Iterable[int], *, layer: bool = False, gate: bool = False, draft: bool = False) -> DepthPlan:
         """The same plan, with exits after these steps (by index, from 0), each with a `layer` of its own or without, and a
         `gate` for all of them or none; or with a `draft` layer and no exits."""
-        chosen = tuple(sorted(set(exits)))
-        for index in chosen:
-            if not 0 <= index < self.unrolled_layers - 1:
-                last = self.unrolled_layers - 1
-                raise PlanError(f"an exit goes after one of the steps 1 to {last} of {last + 1}, got {index + 1}")
-        return dataclasses.replace(self, exits=chosen, exit_layer=layer, exit_gate=gate, draft=draft)
+        return dataclasses.replace(self, exits=tuple(exits), exit_layer=layer, exit_gate=gate, draft=draft)
 
     def exit_steps(self, exits: Iterable[int]) -> tuple[Step, ...]:
         """What the exits after these steps run of their own, beside the plan's steps. Nothing where an exit has no layer.
@@ -238,13 +227,6 @@ class DepthPlan:
 
     def with_kv(self, kv: KVMode, sharing: str | None = None, loops: int = 1) -> DepthPlan:
         """The same plan with keys and values shared in another way."""
-        if sharing is not None:
-            if sharing not in STRATEGIES:
-                raise PlanError(choices("kv sharing strategy", sharing, STRATEGIES))
-            core = self.unrolled_layers - 2 * STRATEGIES[sharing].kept_apart
-            if loops > 1 and core % loops:
-                fits = ", ".join(str(n) for n in range(2, core + 1) if core % n == 0)
-                raise PlanError(f"{loops} kv loops do not divide {core} layers; these do: {fits}")
         return dataclasses.replace(self, kv=kv, kv_sharing=sharing, kv_loops=loops)
 
     def with_routing(self, routing: Routing | None) -> DepthPlan:
@@ -341,53 +323,16 @@ class DepthPlan:
         return iter(self.steps)
 
     def to_dict(self) -> dict[str, Any]:
-        """The few numbers that the plan follows from; `from_dict` lays it out again."""
+        """What files have of it; what is as usual is left out."""
+        record = to_record(self, [field.name for field in dataclasses.fields(self)][4:])
         apart = STRATEGIES[self.sharing].kept_apart
-        same = {field.name: getattr(self, field.name) for field in dataclasses.fields(PlanRecord) if field.name != "ends"}
-        record = to_record(PlanRecord(**same, ends=None if self.ends == (apart, apart) else self.ends), PLAN_TRAITS)
+        if self.ends == (apart, apart):
+            del record["ends"]
         return record | ({} if self.routing is None else {"routing": self.routing.to_dict()})
 
     @classmethod
     def from_dict(cls, record: object) -> DepthPlan:
-        given = read_record(PlanRecord, record, "plan", error=PlanError)
-        base, unrolled = given.base_layers, given.unrolled_layers
-        resize: Resize | None = None if base == unrolled else ("add" if unrolled > base else "drop")
-        plan = cls.build(given.sharing, given.recursions, base, resize, given.ends)
-        if plan.unrolled_layers != unrolled:
-            raise PlanError(f"the plan says {unrolled} unrolled layers, its other fields give {plan.unrolled_layers}")
-        plan = dataclasses.replace(plan, **{name: getattr(given, name) for name in LOOP_TRAITS})
-        plan = plan.with_exits(given.exits, layer=given.exit_layer, gate=given.exit_gate, draft=given.draft)
-        return plan.with_routing(given.routing).with_kv(given.kv, given.kv_sharing, given.kv_loops)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanRecord:
-    """A plan as files have it: see `DepthPlan` for its fields."""
-
-    sharing: str
-    recursions: int = size("recursions")
-    base_layers: int = size("base_layers")
-    unrolled_layers: int = size("unrolled_layers")
-    exits: tuple[int, ...] = ()
-    exit_layer: bool = False
-    exit_gate: bool = False
-    draft: bool = False
-    loop_norm: bool = False
-    injection: bool = False
-    core_norm: bool = False
-    ends: tuple[int, int] | None = None
-    """Where they are not the strategy's own."""
-    kv: KVMode = "cache"
-    kv_sharing: str | None = None
-    kv_loops: int = size("kv_loops", 1)
-    routing: Routing | None = None
-
-    def __post_init__(self) -> None:
-        check(self, inside=False)
-
-
-PLAN_TRAITS = [field.name for field in dataclasses.fields(PlanRecord)][4:]
-"""What is written only where it is not as usual."""
+        return read_record(cls, record, "plan", error=PlanError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -436,6 +381,37 @@ def _checked(name: str, value: object, *, called: str | None = None) -> int:
         return check_size(name, value, called=called)
     except OptionError as error:
         raise PlanError(str(error)) from None
+
+
+def _unique_layers(
+    sharing: str, recursions: int, base_layers: int, resize: Resize | None, ends: tuple[int, int] | None
+) -> tuple[int, tuple[int, int]]:
+    """How many layers of the core are unique, and how many there are in front of it and behind it."""
+    if sharing not in STRATEGIES:
+        raise PlanError(choices("sharing strategy", sharing, STRATEGIES))
+    _checked("recursions", recursions)
+    _checked("base_layers", base_layers, called="layers")
+    if resize not in (None, "add", "drop"):
+        raise PlanError(f"resize must be 'add' or 'drop', got {resize!r}")
+    apart = STRATEGIES[sharing].kept_apart
+    prelude, coda = ends = (apart, apart) if ends is None else ends
+    if min(ends) < min(apart, 1) or (max(ends) and not apart):
+        raise PlanError(f"ends must be >= 1 and require a middle-* strategy, got {prelude} and {coda} for {sharing}")
+    core = base_layers - prelude - coda
+    if core < 1:
+        kept = "the first and last layer" if ends == (1, 1) else f"{prelude} + {coda} layers"
+        raise PlanError(
+            f"{sharing} keeps {kept} apart, so it requires at least {prelude + coda + 1} layers; got {base_layers}"
+        )
+    if core % recursions:
+        if resize is None:
+            raise PlanError(_does_not_divide(recursions, base_layers, core, ends))
+        core += -core % recursions if resize == "add" else -(core % recursions)
+    unique = core // recursions
+    if unique < 1:
+        most = base_layers - prelude - coda
+        raise PlanError(f"{recursions} recursions leave no layer of {base_layers}; at most {most} fit")
+    return unique, ends
 
 
 def _lay(sharing: str, recursions: int, base_layers: int, unique: int, ends: tuple[int, int]) -> Iterator[Step]:
