@@ -105,7 +105,8 @@ def ship(args: argparse.Namespace) -> None:
     for name, found in settings.items():
         each = " | ".join(f"{found[kind]['speedup']:.2f}" for kind in kinds)
         place, _, rows = name.replace("rows", " sequences").replace("1row", "one sequence").partition("_")
-        drafts = f"tree {found['drafts']}" if "," in str(found["drafts"]) else f"{found['drafts']} drafts"
+        drafts = str(found["drafts"])
+        drafts = drafts if drafts.startswith("best") else f"tree {drafts}" if "," in drafts else f"{drafts} drafts"
         what = f"two cores, {rows}, {drafts}" if place == "cpu" else f"H200, {place}, {rows}, {drafts}"
         lines.append(
             f"| {what} | {found['speedup']:.2f} | {found['tokens_per_pass']:.2f} | {each} | {found['same_text']:.0%} |"
@@ -157,6 +158,7 @@ def main() -> None:
     add("--rows", type=int, nargs="+", default=[1, 8, 32])
     add("--drafts", type=int, nargs="*", default=[4, 5, 6], help="drafts in a step; each number is tried")
     add("--trees", nargs="*", default=[], help="trees of drafts to try too, such as 4,2,1 2,1,1")
+    add("--best", nargs="*", default=[], help="trees of the likeliest drafts to try too, such as 15,6")
     add("--threshold", type=float, default=0.0, help="draft on while the layer is surer than this")
     add("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
     add("--count", type=int, default=32, help="prompts of each kind")

@@ -76,6 +76,9 @@ def race(
     for tree in args.trees:
         widths = tuple(map(int, tree.split(",")))
         ways[tree] = Exiting(mode="speculative", threshold=args.threshold, draft_tree=widths)
+    for best in args.best:
+        most = tuple(map(int, best.split(",")))
+        ways[f"best {best}"] = Exiting(mode="speculative", threshold=args.threshold, draft_best=most)
     engines = {}
     for drafts, exiting in ways.items():  # every row has its pages: what is preempted is computed twice, in every way
         room = ample_memory(model.decoder, EngineOptions(**sizes), longest + AHEAD, exiting)

@@ -31,6 +31,8 @@ SETTINGS = {
     "chain": Exiting(mode="speculative", threshold=0.0, max_stack=3),
     "tree": Exiting(mode="speculative", draft_tree=(2, 1, 2)),
     "wide tree": Exiting(mode="speculative", draft_tree=(5, 2)),
+    "best": Exiting(mode="speculative", draft_best=(7, 3)),
+    "all of two levels": Exiting(mode="speculative", draft_best=(16, 2)),
 }
 SIZES: dict[str, Any] = {"page_size": 4, "max_length": 48, "memory": 2**20, "always_draft": True}
 
@@ -117,7 +119,7 @@ def test_every_number_is_the_plain_steps(kind: str, slots: int, monkeypatch: pyt
 @pytest.mark.parametrize("kind", list(SETTINGS))
 @pytest.mark.parametrize("sizes", [{}, {"burst": 3, "lag": 1}])
 def test_texts_are_the_references(kind: str, sizes: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request that draws has the plain steps, between others that do not."""
+    """A request that draws has the same drafts, between others that do not."""
     engine = engine_of("draft", kind, 2, monkeypatch, **sizes)
     for number, prompt in enumerate(PROMPTS):
         (wanted,) = generate(build("draft"), [prompt], max_new_tokens=NEW, exiting=SETTINGS[kind])
@@ -126,4 +128,7 @@ def test_texts_are_the_references(kind: str, sizes: dict[str, int], monkeypatch:
         assert found.tokens == wanted.tokens == full.tokens
         assert found.depths == wanted.exit_layers
         if number == 0:
-            engine.generate([prompt], max_new_tokens=NEW, temperature=0.9, seed=2)
+            how = {"max_new_tokens": NEW, "temperature": 0.9, "seed": 2}
+            (drawn,) = engine.generate([prompt], **how)
+            plain = Engine(build("draft"), compile=False, fuse=False, **SIZES | {"always_draft": False})
+            assert drawn.tokens == plain.generate([prompt], **how)[0].tokens

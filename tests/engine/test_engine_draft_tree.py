@@ -110,7 +110,7 @@ def test_an_exit_vocabulary() -> None:
 
 
 def test_windows_inside_a_tree_are_for_the_reference() -> None:
-    with pytest.raises(UnsupportedModel, match="more positions than draft_tree has levels, got 3 for 3"):
+    with pytest.raises(UnsupportedModel, match="more positions than a tree of drafts has levels, got 3 for 3"):
         Engine(build("draft-gemma3"), exiting=speculative(2, 1, 1), **ROOMY)
     assert "attention windows" in str(reference_only(build("draft-gemma3"), None, speculative(2, 1, 1)))
     assert reference_only(build("draft-gemma3"), None, speculative(2, 1)) is None

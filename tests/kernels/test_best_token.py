@@ -97,12 +97,9 @@ def test_the_kernel_that_also_says_by_how_much(device: str, vocab: int, dtype: t
     assert ((tokens >= 0) & (tokens < vocab)).all(), "whoever looks it up must find something"
 
 
-def likeliest(rows: Tensor, many: int, without: Tensor | None = None) -> Tensor:
+def likeliest(rows: Tensor, many: int) -> Tensor:
     """By a sort that leaves equal ones in order."""
-    found = rows.float().argsort(dim=-1, descending=True, stable=True)
-    if without is not None:
-        found = found[found != without[:, None]].view(len(rows), -1)
-    return found[:, :many]
+    return rows.float().argsort(dim=-1, descending=True, stable=True)[:, :many]
 
 
 @pytest.mark.parametrize("vocab", [7, 5000])
@@ -112,10 +109,6 @@ def test_the_likeliest_few(vocab: int, many: int) -> None:
     tokens, sure = kernel.plain_best_few(rows, many)
     assert torch.equal(tokens, likeliest(rows, many))
     assert torch.equal(sure, kernel.plain_best_and_gap(rows)[1])
-    for without in (tokens[:, 0], tokens[:, -1], torch.full((len(rows),), vocab - 1)):
-        others, sure = kernel.plain_best_few(rows, many, without)
-        assert torch.equal(others, likeliest(rows, many, without))
-        assert torch.equal(sure, kernel.plain_best_and_gap(rows)[1]), "what is left out counts"
 
 
 @pytest.mark.parametrize("vocab", [7, 2048, 2050, 5000])
@@ -128,10 +121,6 @@ def test_the_kernel_of_the_likeliest_few(device: str, vocab: int, many: int) -> 
     tokens, sure = kernel._triton_best_few(rows, many)
     assert torch.equal(tokens, likeliest(rows, many))
     torch.testing.assert_close(sure, kernel.plain_best_few(rows, many)[1], rtol=1e-4, atol=1e-6)
-    for without in (tokens[:, 0], tokens[:, -1], torch.full((len(rows),), vocab - 1, device=device)):
-        others, sure = kernel._triton_best_few(rows, many, without)
-        assert torch.equal(others, likeliest(rows, many, without))
-        torch.testing.assert_close(sure, kernel.plain_best_few(rows, many)[1], rtol=1e-4, atol=1e-6)
     few = awkward(vocab)[[6, 10]].to(device)  # hardly any is finite
     assert torch.equal(kernel._triton_best_few(few, many)[0], likeliest(few, many))
     broken = awkward(vocab)[[3, 4, 5, 9]].to(device)

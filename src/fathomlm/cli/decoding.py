@@ -122,6 +122,7 @@ class DecodeOptions(ShippedExitOptions):
     refine: float | None = like(Exiting, "refine")
     max_stack: int | None = like(Exiting, "max_stack")
     draft_tree: tuple[int, ...] | None = like(Exiting, "draft_tree")
+    draft_best: tuple[int, ...] | None = like(Exiting, "draft_best")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -145,7 +146,7 @@ class DecodeOptions(ShippedExitOptions):
         exiting = Exiting(
             mode=self.mode,  # type: ignore[arg-type]
             min_exit_layer=self.min_exit_layer, decay=self.decay, refine=self.refine, max_stack=self.max_stack,
-            draft_tree=self.draft_tree, **fields,
+            draft_tree=self.draft_tree, draft_best=self.draft_best, **fields,
         )  # fmt: skip
         if shipped:
             tell_shipped(model)
@@ -240,7 +241,7 @@ def exit_record(exiting: Exiting | None, model: FathomModel, results: Sequence[G
 
     if exiting is None:
         return None
-    first, exiting = results[0].exits, exiting.for_plan(model.plan, model.device.type)
+    first, exiting = results[0].exits, exiting.for_plan(model.plan, model.device.type, len(results))
     assert first is not None
     return {
         "mode": exiting.mode,
@@ -254,6 +255,7 @@ def exit_record(exiting: Exiting | None, model: FathomModel, results: Sequence[G
         "refine": exiting.refine,
         "max_stack": exiting.max_stack,
         "draft_tree": exiting.draft_tree,
+        "draft_best": exiting.draft_best,
         "exit_rate": exit_rate(results),
         "mean_exit_layer": mean_exit_layer(results),
     }

@@ -22,6 +22,7 @@ from torch import Tensor
 from fathomlm.cache import Span
 from fathomlm.decode.draft_layer import DEPTH, DraftLayerDecoding
 from fathomlm.decode.exit_forward import ExitPolicy, PartialForward
+from fathomlm.decode.exiting import BEAM
 from fathomlm.decode.generation import ExitingSequence, TokenExit, WaitingToken
 from fathomlm.decode.parallel_decoding import residual
 
@@ -58,6 +59,30 @@ class TreeShape:
         return len(self.widths)
 
 
+@dataclass(frozen=True)
+class BestShape:
+    """A tree of the likeliest drafts (EAGLE-2, Li et al. 2024): each level has the `BEAM` likeliest ones behind those of the
+    level above, and of all levels the `drafts` likeliest are verified. How likely a draft is, is the product of what the
+    draft layer says along its path, so what stands above a draft is never less likely."""
+
+    drafts: int
+    depth: int
+
+    @property
+    def nodes(self) -> int:
+        """What the draft layer looks at, and the last settled token."""
+        return 1 + BEAM * self.depth
+
+    @property
+    def rows(self) -> int:
+        """Tokens of a forward pass that verifies."""
+        return 1 + self.drafts
+
+    def level(self, depth: int) -> range:
+        """The nodes of a depth, from 0."""
+        return range(1) if depth == 0 else range(1 + BEAM * (depth - 1), 1 + BEAM * depth)
+
+
 @dataclass(slots=True)
 class _DraftNode:
     """The last settled token, or a draft."""
@@ -72,6 +97,8 @@ class _DraftNode:
     proposed: list[Tensor] = field(default_factory=list)
     """What each draft behind this one was drawn from."""
     children: list[_DraftNode] = field(default_factory=list)
+    likely: float = 0.0
+    """Log probability of its path, as the draft layer sees it, where the likeliest are looked for."""
     full_V: Tensor | None = None
     """The full model's scores."""
 
@@ -111,16 +138,20 @@ class DraftTreeDecoding(DraftLayerDecoding):
                 left = seq.state.max_new_tokens - len(seq.state.tokens) - len(node.path)
                 if left < 2 or (node.path[-1:] and node.path[-1] in seq.state.end_tokens):
                     continue
-                ran += 1 if node.path else len(known_NM)
-                seq.token_ids = [*settled, *node.path]
-                above = [one.state_M[None] for one in node.above if one.state_M is not None]
-                self._states[seq.index] = torch.cat((known_NM, *above))
-                self._forward.cache.truncate(len(settled) - len(known_NM), seq.index, (self._own,))
-                (node.state_M,), (node.logits_V,), (node.sure,) = self._run_draft([seq])
+                ran += self._ask(seq, node, settled, known_NM)
                 if self._policy.is_confident(node.sure, seq):
                     propose(seq, node, width)
             level = [child for node in level for child in node.children]
         return ran
+
+    def _ask(self, seq: ExitingSequence, node: _DraftNode, settled: list[int], known_NM: Tensor) -> int:
+        """What the draft layer says behind a node; returns how many tokens it has run over."""
+        seq.token_ids = [*settled, *node.path]
+        above = [one.state_M[None] for one in node.above if one.state_M is not None]
+        self._states[seq.index] = torch.cat((known_NM, *above))
+        self._forward.cache.truncate(len(settled) - len(known_NM), seq.index, (self._own,))
+        (node.state_M,), (node.logits_V,), (node.sure,) = self._run_draft([seq])
+        return 1 if node.path else len(known_NM)
 
     def _judge(self, seq: ExitingSequence, root: _DraftNode, settled: list[int]) -> int:
         """The full model over every path; returns how many nodes there are."""
@@ -163,6 +194,36 @@ class DraftTreeDecoding(DraftLayerDecoding):
                     self._instead[seq.index, waiting.position] = token
 
 
+class DraftBestDecoding(DraftTreeDecoding):
+    """A tree of the likeliest drafts (`BestShape`). They are never drawn, so of a full model's token that is drawn nothing
+    depends on them."""
+
+    def __init__(self, forward: PartialForward, policy: ExitPolicy) -> None:
+        super().__init__(forward, policy)
+        assert policy.exiting.draft_best is not None
+        self._best = BestShape(*policy.exiting.draft_best)
+
+    def _grow(self, seq: ExitingSequence, root: _DraftNode, settled: list[int], known_NM: Tensor) -> int:
+        level, found, ran = [root], list[_DraftNode](), 0
+        for depth in range(self._best.depth):
+            if seq.state.max_new_tokens - len(seq.state.tokens) - depth < 2:
+                break
+            offered = list[_DraftNode]()
+            for node in level:
+                ran += self._ask(seq, node, settled, known_NM)
+                assert node.logits_V is not None
+                if self._policy.is_confident(node.sure, seq):
+                    logs_V = node.logits_V.float().log_softmax(-1)
+                    for token in logs_V.argsort(descending=True, stable=True)[:BEAM].tolist():
+                        likely = node.likely + float(logs_V[token])
+                        offered.append(_DraftNode((*node.path, token), (*node.above, node), likely=likely))
+            level = sorted(offered, key=lambda node: -node.likely)[:BEAM]
+            found += level
+        for node in sorted(found, key=lambda node: -node.likely)[: self._best.drafts]:
+            node.above[-1].children.append(node)
+        return ran
+
+
 def propose(seq: ExitingSequence, node: _DraftNode, width: int) -> None:
     """`width` different tokens, or as many as there are."""
     assert node.logits_V is not None
@@ -185,10 +246,13 @@ def propose(seq: ExitingSequence, node: _DraftNode, width: int) -> None:
 
 def followed(seq: ExitingSequence, drafts: Sequence[int], proposed: Sequence[Tensor], logits_V: Tensor) -> int:
     """The full model's token behind the last of a sequence: one of the drafts where one is kept. A token that is drawn in
-    their place and happens to be a draft that was not kept has no probability left, so none is."""
+    their place and happens to be a draft that was not kept has no probability left, so none is. Where drafts were not drawn,
+    nothing is `proposed`, and a token of the full model's own is followed where it is a draft."""
     if seq.sampling.greedy:
         return seq.likeliest(logits_V)
     p_V = seq.probabilities(logits_V)
+    if not proposed:
+        return seq.draw(p_V)
     for token, q_V in zip(drafts, proposed, strict=True):
         if seq.uniform() * float(q_V[token]) < float(p_V[token]):
             return token

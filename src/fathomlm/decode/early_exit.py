@@ -22,7 +22,7 @@ from torch import Tensor
 from fathomlm.cache import SlotCache
 from fathomlm.decode.confidence import AtExit
 from fathomlm.decode.draft_layer import DraftLayerDecoding
-from fathomlm.decode.draft_tree import DraftTreeDecoding
+from fathomlm.decode.draft_tree import DraftBestDecoding, DraftTreeDecoding
 from fathomlm.decode.exit_forward import ExitMode, ExitOutput, ExitPolicy, PartialForward
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.generation import ExitingSequence, ExitStatistics, Generation, SequenceState, TokenExit
@@ -224,6 +224,8 @@ def _speculative(forward: PartialForward, policy: ExitPolicy) -> ExitMode:
     """Drafts of an exit, or of a draft layer behind the model, one after the other or as a tree."""
     if policy.exits:
         return ParallelDecoding(forward, policy)
+    if policy.exiting.draft_best is not None:
+        return DraftBestDecoding(forward, policy)
     return (DraftLayerDecoding if policy.exiting.draft_tree is None else DraftTreeDecoding)(forward, policy)
 
 

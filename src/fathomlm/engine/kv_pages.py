@@ -50,6 +50,9 @@ class AttentionMetadata:
     """The slot of each row, for models with an encoder."""
     bits_N: Tensor | None = field(default=None, kw_only=True)
     """Which of its last 64 entries a row sees, its own in the lowest bit, where rows are a tree; None: all."""
+    together: tuple[int, int] | None = field(default=None, kw_only=True)
+    """Where rows are drafts: so many of them stand behind each other that have the same table, and so many entries in front
+    of the last one are not seen by all of them alike (`few_attention`)."""
     starts: Mapping[Windows, Tensor] = field(default_factory=dict, kw_only=True)
     """The first entry that each row sees at layers with these windows, where it is not as many entries back
     (`row_positions`)."""

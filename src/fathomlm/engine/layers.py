@@ -27,6 +27,7 @@ from fathomlm.engine.row_positions import RowPositions, Turns
 from fathomlm.engine.sources import Sources
 from fathomlm.kernels.attention_blocks import TAKES_PRODUCT, called_entries, choose_splits, workspace_size
 from fathomlm.kernels.cpu_layers import CpuLayers, StepEntries, describe
+from fathomlm.kernels.few_attention import few_parts, few_space, takes_few_rows
 from fathomlm.kernels.half import folded
 from fathomlm.kernels.norm import RMSNorm, add_norm
 from fathomlm.kernels.paged_attention import paged_attention
@@ -35,10 +36,14 @@ from fathomlm.kernels.qkv_attention import norm_qkv_attend
 from fathomlm.kernels.row_attention import Ahead
 from fathomlm.kernels.row_linear import RowWeight, SplitSpace, add_linear, norm_gated, norm_linear
 from fathomlm.kernels.row_qkv import norm_qkv_rope_write
+from fathomlm.kernels.triton_here import triton
 from fathomlm.kernels.wide_rows import MANY_ROWS
 from fathomlm.model.blocks import Block, StepContext
 from fathomlm.model.blocks.step_context import CrossRows
 from fathomlm.model.decoder import Decoder
+
+if triton is not None:
+    from fathomlm.kernels.few_attention import attend_few
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +108,7 @@ class PagedLayers:
             pages.store_prefix(*layout.home(step), self._numbers[step.index], *made)
         self._draft_rows: Tensor | None = None
         self._scratch: dict[int, Scratch] = {}
+        self._few_scratch: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._grouped: dict[tuple[int, int | None], GroupedDelta | None] = {}
 
     def enter(self, tokens_N: Tensor) -> Tensor:
@@ -380,10 +386,14 @@ class PagedLayers:
                 mixed_NHD = norm_qkv_attend(*entrance, *seen, scratch.arrived, starts_N=starts_N, ahead=ahead)
             else:
                 q_NHD = norm_qkv_rope_write(*entrance)
-                mixed_NHD = paged_attention(
-                    q_NHD, k_pages, v_pages, *seen, sequence_N=attention.sequence_N, arrived=scratch.arrived,
-                    bits_N=attention.bits_N, starts_N=starts_N, bias_DH=self._bias_DH,
-                )  # fmt: skip
+                plain = windows == (None,) and starts_N is None and not reads and self._bias_DH is None
+                if plain and attention.together is not None and takes_few_rows(q_NHD, attention.together[0]):
+                    mixed_NHD = self._attend_few(q_NHD, k_pages, v_pages, attention)
+                else:
+                    mixed_NHD = paged_attention(
+                        q_NHD, k_pages, v_pages, *seen, sequence_N=attention.sequence_N, arrived=scratch.arrived,
+                        bits_N=attention.bits_N, starts_N=starts_N, bias_DH=self._bias_DH,
+                    )  # fmt: skip
             self._add(x_NM, mixed_NHD.flatten(1), packed.o_MW, packed.after_attn_M, scratch.sums)
             if packed.cross is not None:
                 self._add_source(x_NM, step, packed.cross, attention.source, scratch)
@@ -403,6 +413,21 @@ class PagedLayers:
             scratch.source_splits, scratch.attention, arrived=scratch.arrived,
         )  # fmt: skip
         add_linear(x_NM, mixed_NHD.flatten(1), cross.o_MW, out=x_NM, space=scratch.sums)
+
+    def _attend_few(self, q_NHD: Tensor, k_pages: Tensor, v_pages: Tensor, attention: AttentionMetadata) -> Tensor:
+        """Of rows that stand together."""
+        assert attention.together is not None
+        (N, H, D), (rows, nodes) = q_NHD.shape, attention.together
+        parts = few_parts(N // rows, H, self.max_length)
+        if (N, parts) not in self._few_scratch:
+            room, counts = few_space(N, H, D, parts)
+            self._few_scratch[N, parts] = (
+                torch.empty(room, dtype=torch.float32, device=self.device),
+                torch.zeros(counts, dtype=torch.int32, device=self.device),
+            )
+        space = self._few_scratch[N, parts]
+        seen = attention.table_NP, attention.lengths_N, self.architecture.scale
+        return attend_few(q_NHD, k_pages, v_pages, *seen, rows, nodes, parts, *space, attention.bits_N)
 
     def _ahead(self, step: Step, then: Sequence[Step], attention: AttentionMetadata) -> Ahead | None:
         """What the next step reads, where rows have it in the same pages."""

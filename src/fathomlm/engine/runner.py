@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fathomlm.decode.draft_tree import TreeShape
-from fathomlm.decode.exiting import SERVED_MODES, Exiting
+from fathomlm.decode.draft_tree import BestShape, TreeShape
+from fathomlm.decode.exiting import BEAM, MOST_DRAFTS, SERVED_MODES, Exiting
 from fathomlm.depth import Architecture, DepthPlan
 from fathomlm.engine.batch_routers import BatchRouters
 from fathomlm.engine.captured_prefill import ONE_AT_A_TIME, CapturedPrefill, capturing, sizes_for
@@ -31,6 +31,7 @@ from fathomlm.engine.layers import PagedLayers
 from fathomlm.engine.layout import Layout, build_layout
 from fathomlm.engine.options import EngineOptions
 from fathomlm.engine.programs.base import FLAGS, SLOT, Program, ProgramContext, SamplingVariant, StepOutput
+from fathomlm.engine.programs.draft_best import DraftBestProgram
 from fathomlm.engine.programs.draft_layer import DraftLayerProgram
 from fathomlm.engine.programs.draft_tree import DraftTreeProgram
 from fathomlm.engine.programs.drafts import DraftProgram
@@ -122,7 +123,7 @@ class Runner:
     ) -> None:
         """`encodes` is the model of the decoder, where it has an encoder."""
         self.decoder, self.options = decoder, options
-        exiting = None if exiting is None else exiting.for_plan(decoder.plan, decoder.embed.weight.device.type)
+        exiting = None if exiting is None else settled_exiting(exiting, decoder, options.batch_size)
         weight = decoder.embed.weight
         self.device = weight.device
         gpu = self.device.type == "cuda"
@@ -205,6 +206,8 @@ class Runner:
             confidence = exiting.confidence or "gap"
             if exiting.draft_tree is not None:
                 return DraftTreeProgram(parts, TreeShape(exiting.draft_tree), confidence=confidence)
+            if exiting.draft_best is not None:
+                return DraftBestProgram(parts, BestShape(*exiting.draft_best), confidence=confidence)
             return DraftLayerProgram(parts, drafts=_drafts(exiting), confidence=confidence)
         stack = min(exiting.max_stack or 1, options.batch_size)
         if exiting.mode == "speculative":
@@ -455,7 +458,7 @@ def _sizes(decoder: Decoder, layout: Layout, options: EngineOptions, gpu: bool, 
         in_a_step = len(_cores(plan, options))
     elif exiting is not None and behind:
         in_a_step = 1 + _drafts(exiting)
-        spare = waiting = 0 if exiting.draft_tree is None else TreeShape(exiting.draft_tree).nodes - in_a_step
+        spare = waiting = exiting.tree_nodes - in_a_step if exiting.tree_nodes else 0
     elif exiting is not None and layout.kind == "exits":
         in_a_step = _shallows(options, exiting) + len(exiting.exits(plan))
         waiting = (exiting.max_stack or 1) if exiting.mode == "speculative" else 0
@@ -483,8 +486,8 @@ def _shallows(options: EngineOptions, exiting: Exiting) -> int:
 
 def _drafts(exiting: Exiting) -> int:
     """Drafts of a draft layer, one behind the other: a pass that verifies settles one token more."""
-    if exiting.draft_tree is not None:
-        return len(exiting.draft_tree)
+    if exiting.tree_depth:
+        return exiting.tree_depth
     return max(1, (exiting.max_stack or 1) - 1)
 
 
@@ -506,10 +509,18 @@ def layout_for(decoder: Decoder, exiting: Exiting | None = None) -> Layout:
     if decoder.architecture.experts and decoder.embed.weight.is_cuda:
         raise UnsupportedModel("the engine runs mixtures of experts on a CPU only; use fathomlm generate")
     own = () if exiting is None else exiting.own_steps(decoder.plan)
-    if exiting is not None and exiting.draft_tree is not None:
-        _check_tree(decoder.architecture, len(exiting.draft_tree))
+    if exiting is not None and exiting.tree_depth:
+        _check_tree(decoder.architecture, exiting.tree_depth)
     exits, static = _exits(decoder.plan, exiting), exiting is not None and exiting.mode == "static"
     return build_layout(decoder.architecture, decoder.plan, decoder.relaxation, exits, own, static)
+
+
+def settled_exiting(exiting: Exiting, decoder: Decoder, sequences: int) -> Exiting:
+    """With the defaults for so many sequences at a time, where the model has room for a tree of drafts."""
+    limited, windows = decoder.exit_vocab, [window for window in decoder.architecture.windows if window is not None]
+    among = decoder.architecture.vocab if limited is None else len(limited.vocab_W)
+    room = among >= BEAM and min(windows, default=MOST_DRAFTS) > MOST_DRAFTS // BEAM
+    return exiting.for_plan(decoder.plan, decoder.embed.weight.device.type, sequences if room else None)
 
 
 def _check_tree(architecture: Architecture, levels: int) -> None:
@@ -517,7 +528,7 @@ def _check_tree(architecture: Architecture, levels: int) -> None:
     window = min((window for window in architecture.windows if window is not None), default=None)
     if window is not None and window <= levels:
         raise UnsupportedModel(
-            f"the engine requires attention windows of more positions than draft_tree has levels, got {window} for "
+            f"the engine requires attention windows of more positions than a tree of drafts has levels, got {window} for "
             f"{levels}; use fathomlm generate"
         )
 

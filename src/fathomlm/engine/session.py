@@ -20,7 +20,7 @@ from fathomlm.decode.sampling import Sampling
 from fathomlm.engine.engine import Engine
 from fathomlm.engine.options import EngineOptions
 from fathomlm.engine.request import Event, Request, Result, TokenEvent
-from fathomlm.engine.runner import ample_memory, layout_for
+from fathomlm.engine.runner import ample_memory, layout_for, settled_exiting
 from fathomlm.errors import FathomError, UnsupportedModel
 from fathomlm.interrupts import no_interrupts
 from fathomlm.model.route import DepthControl
@@ -83,7 +83,8 @@ class EngineSession:
         sequences: int = 1,
     ) -> None:
         self.model, self.control, self.sequences = model, control, sequences
-        self.exiting = None if exiting is None or exiting.mode == "full" else exiting.for_plan(model.plan, model.device.type)
+        full = exiting is None or exiting.mode == "full"
+        self.exiting = None if exiting is None or full else settled_exiting(exiting, model.decoder, sequences)
         self._engine: Engine | None = None
         check_exiting(model, control, self.exiting)
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fathomlm.kernels.triton_here import tl, triton
+from fathomlm.kernels.triton_here import early_launch, tl, triton
 
 CHUNK = 2048
 """Scores that one program takes."""
@@ -59,39 +59,38 @@ def plain_best_and_gap(scores_NV: Tensor) -> tuple[Tensor, Tensor]:
     return tokens_N, chances_NV.amax(-1) - others_NV.amax(-1)
 
 
-def best_few(scores_NV: Tensor, many: int, without_N: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def best_few(scores_NV: Tensor, many: int) -> tuple[Tensor, Tensor]:
     """The `many` highest scores of each row, (N, K), the first of equal ones first; and by how much the best is more
-    probable than the next likeliest token, as `best_and_gap`. `without_N` names a token of each row to leave out, which
-    counts for the gap alone. Where a score is not finite neither means anything, but tokens are tokens."""
-    assert 0 < many + (without_N is not None) <= scores_NV.shape[1]
+    probable than the next likeliest token, as `best_and_gap`. Where a score is not finite neither means anything, but
+    tokens are tokens."""
+    assert 0 < many <= scores_NV.shape[1]
     if triton is not None and scores_NV.is_cuda:
-        return _triton_best_few(scores_NV, many, without_N)
-    return plain_best_few(scores_NV, many, without_N)
+        return _triton_best_few(scores_NV, many)
+    return plain_best_few(scores_NV, many)
 
 
-def plain_best_few(scores_NV: Tensor, many: int, without_N: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def plain_best_few(scores_NV: Tensor, many: int) -> tuple[Tensor, Tensor]:
     """The meaning. By as many looks for the best, which torch promises to be the first, and which take less than a sort."""
     tokens_N, gaps_N = plain_best_and_gap(scores_NV)
-    if without_N is None:
-        found, left_NV = [tokens_N], scores_NV
-    else:
-        found, left_NV = [], scores_NV.scatter(-1, without_N[:, None], -torch.inf)
+    found, left_NV = [tokens_N], scores_NV
     while len(found) < many:
-        if found:
-            left_NV = left_NV.scatter(-1, found[-1][:, None], -torch.inf)
+        left_NV = left_NV.scatter(-1, found[-1][:, None], -torch.inf)
         found.append(left_NV.argmax(-1))
     return torch.stack(found, 1), gaps_N
 
 
 if triton is not None:
+    from fathomlm.kernels.triton_here import let_next_start, wait_for_last
 
     @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
     def _chunk_kernel(  # type: ignore[no-untyped-def]
         scores_ptr, scores_stride, most_ptr, sum_ptr, at_ptr, next_ptr, vocab,
-        CHUNKS: tl.constexpr, CHUNK: tl.constexpr, NEXT: tl.constexpr,
+        CHUNKS: tl.constexpr, CHUNK: tl.constexpr, NEXT: tl.constexpr, EARLY: tl.constexpr,
     ):  # fmt: skip
         """The highest score of a chunk, where it is, and the sum of exponentials below it; with NEXT also the next highest.
         NaN stays NaN."""
+        let_next_start(EARLY)
+        wait_for_last(EARLY)
         row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
         column = chunk * CHUNK + tl.arange(0, CHUNK)
         x = tl.load(scores_ptr + row * scores_stride + column, mask=column < vocab, other=float("-inf")).to(tl.float32)
@@ -108,8 +107,11 @@ if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
     def _row_kernel(  # type: ignore[no-untyped-def]
-        most_ptr, sum_ptr, at_ptr, tokens_ptr, logprobs_ptr, bad_ptr, vocab, CHUNKS: tl.constexpr, WIDE: tl.constexpr
-    ):
+        most_ptr, sum_ptr, at_ptr, tokens_ptr, logprobs_ptr, bad_ptr, vocab, CHUNKS: tl.constexpr, WIDE: tl.constexpr,
+        EARLY: tl.constexpr,
+    ):  # fmt: skip
+        let_next_start(EARLY)
+        wait_for_last(EARLY)
         row, chunk = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
         at, there = row * CHUNKS + chunk, chunk < CHUNKS
         most = tl.load(most_ptr + at, mask=there, other=float("-inf"))
@@ -136,10 +138,10 @@ if triton is not None:
         )
         _chunk_kernel[(N, chunks)](
             scores_NV, scores_NV.stride(0), most_NC, sum_NC, at_NC, most_NC, V,
-            CHUNKS=chunks, CHUNK=CHUNK, NEXT=False, num_warps=4,
+            CHUNKS=chunks, CHUNK=CHUNK, NEXT=False, num_warps=4, **early_launch(N),
         )  # fmt: skip
         wide = triton.next_power_of_2(chunks)
-        _row_kernel[(N,)](most_NC, sum_NC, at_NC, *found, V, CHUNKS=chunks, WIDE=wide, num_warps=1)
+        _row_kernel[(N,)](most_NC, sum_NC, at_NC, *found, V, CHUNKS=chunks, WIDE=wide, num_warps=1, **early_launch(N))
         return found
 
     @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
@@ -171,7 +173,7 @@ if triton is not None:
         at_NC = torch.empty(N, chunks, dtype=torch.int32, device=device)
         _chunk_kernel[(N, chunks)](
             scores_NV, scores_NV.stride(0), most_NC, sum_NC, at_NC, next_NC, V,
-            CHUNKS=chunks, CHUNK=CHUNK, NEXT=True, num_warps=4,
+            CHUNKS=chunks, CHUNK=CHUNK, NEXT=True, num_warps=4, **early_launch(N),
         )  # fmt: skip
         return most_NC, next_NC, sum_NC, at_NC
 
@@ -187,10 +189,12 @@ if triton is not None:
     @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
     def _few_chunk_kernel(  # type: ignore[no-untyped-def]
         scores_ptr, scores_stride, few_ptr, at_ptr, sum_ptr, vocab,
-        CHUNKS: tl.constexpr, CHUNK: tl.constexpr, FEW: tl.constexpr,
+        CHUNKS: tl.constexpr, CHUNK: tl.constexpr, FEW: tl.constexpr, EARLY: tl.constexpr,
     ):  # fmt: skip
         """The FEW highest scores of a chunk and where they are, the vocabulary's size behind its end; and the sum of
         exponentials below the highest."""
+        let_next_start(EARLY)
+        wait_for_last(EARLY)
         row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
         column = chunk * CHUNK + tl.arange(0, CHUNK)
         left = column < vocab
@@ -232,14 +236,12 @@ if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
     def _few_row_kernel(  # type: ignore[no-untyped-def]
-        few_ptr, at_ptr, sum_ptr, without_ptr, tokens_ptr, gaps_ptr, vocab, MANY: tl.constexpr, WITHOUT: tl.constexpr,
+        few_ptr, at_ptr, sum_ptr, tokens_ptr, gaps_ptr, vocab, MANY: tl.constexpr,
         CHUNKS: tl.constexpr, FEW: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr,
     ):  # fmt: skip
         row = tl.program_id(0).to(tl.int64)
         x, place, left, gap = load_few(few_ptr, at_ptr, sum_ptr, row, vocab, CHUNKS, FEW, WIDE, PARTS)
         tl.store(gaps_ptr + row, gap)
-        if WITHOUT:
-            left = left & (place != tl.load(without_ptr + row))
         for number in tl.static_range(MANY):
             _, first = next_best(x, place, left, vocab)
             left = left & (place != first)
@@ -254,17 +256,15 @@ if triton is not None:
         few_NCK, sum_NC = torch.empty(N, chunks, few, device=device), torch.empty(N, chunks, device=device)
         at_NCK = torch.empty(N, chunks, few, dtype=torch.int32, device=device)
         _few_chunk_kernel[(N, chunks)](
-            scores_NV, scores_NV.stride(0), few_NCK, at_NCK, sum_NC, V, CHUNKS=chunks, CHUNK=CHUNK, FEW=few, num_warps=4
-        )
+            scores_NV, scores_NV.stride(0), few_NCK, at_NCK, sum_NC, V, CHUNKS=chunks, CHUNK=CHUNK, FEW=few, num_warps=4,
+            **early_launch(N),
+        )  # fmt: skip
         wide, parts = triton.next_power_of_2(chunks * few), triton.next_power_of_2(chunks)
         return (few_NCK, at_NCK, sum_NC), {"CHUNKS": chunks, "FEW": few, "WIDE": wide, "PARTS": parts}
 
-    def _triton_best_few(scores_NV: Tensor, many: int, without_N: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        (N, V), device, drawn = scores_NV.shape, scores_NV.device, without_N is not None
-        found, sizes = look_for_few(scores_NV, many + drawn)
+    def _triton_best_few(scores_NV: Tensor, many: int) -> tuple[Tensor, Tensor]:
+        (N, V), device = scores_NV.shape, scores_NV.device
+        found, sizes = look_for_few(scores_NV, many)
         tokens_NK, gaps_N = torch.empty(N, many, dtype=torch.int64, device=device), torch.empty(N, device=device)
-        _few_row_kernel[(N,)](
-            *found, tokens_NK if without_N is None else without_N.contiguous(), tokens_NK, gaps_N, V,
-            MANY=many, WITHOUT=drawn, num_warps=1, **sizes,
-        )  # fmt: skip
+        _few_row_kernel[(N,)](*found, tokens_NK, gaps_N, V, MANY=many, num_warps=1, **sizes)
         return tokens_NK, gaps_N

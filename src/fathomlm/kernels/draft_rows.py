@@ -149,6 +149,139 @@ if triton is not None:
             state_ptr = x_ptr + above * x_stride
             _pair(row, token, embed_ptr, state_ptr, token_norm_ptr, state_norm_ptr, eps, pairs_ptr, M, HIDDEN)
 
+    @triton.jit(do_not_specialize=["level", "node_above", "node_here"])  # type: ignore[untyped-decorator,unused-ignore]
+    def grow_best_kernel(  # type: ignore[no-untyped-def]
+        few_ptr, at_ptr, sum_ptr, vocab, names_ptr, x_ptr, x_stride, numbers_ptr, capacity_ptr, threshold_ptr, room_ptr,
+        asks_ptr, drafts_ptr, there_ptr, sures_ptr, likely_ptr, parents_ptr, bits_ptr, then_ptr, row_bits_ptr,
+        table_ptr, cos_ptr, sin_ptr, positions_ptr, mapping_ptr, lengths_ptr, rows_ptr, row_cos_ptr, row_sin_ptr,
+        embed_ptr, token_norm_ptr, state_norm_ptr, eps, pairs_ptr, level, node_above, node_here,
+        NAMED: tl.constexpr, WIDTH: tl.constexpr, BEAM: tl.constexpr, FOLLOWED: tl.constexpr, CHUNKS: tl.constexpr,
+        FEW: tl.constexpr, WIDEST: tl.constexpr, PARTS: tl.constexpr,
+        COLUMNS: tl.constexpr, TABLES: tl.constexpr, J: tl.constexpr, M: tl.constexpr, HIDDEN: tl.constexpr,
+        SIZE: tl.constexpr, PAGES: tl.constexpr, WIDE_PAGES: tl.constexpr, COPY: tl.constexpr, D: tl.constexpr,
+        WIDE: tl.constexpr, EARLY: tl.constexpr,
+    ):  # fmt: skip
+        """One of the BEAM likeliest drafts of a level, nodes from `node_here` on, behind the WIDTH nodes from
+        `node_above` on."""
+        let_next_start(EARLY)
+        wait_for_last(EARLY)
+        row = tl.program_id(0).to(tl.int64)
+        slot, mine = row // BEAM, row % BEAM
+        above, one, chunk = tl.arange(0, WIDTH), tl.arange(0, WIDEST), tl.arange(0, PARTS)
+        row_above = slot * WIDTH + above
+        offers = (one < CHUNKS * FEW)[None, :] & (above >= 0)[:, None]
+        at = row_above[:, None] * CHUNKS * FEW + one[None, :]
+        x = tl.load(few_ptr + at, mask=offers, other=float("-inf"))
+        place = tl.load(at_ptr + at, mask=offers, other=vocab)
+        left = place < vocab
+        best = tl.max(x, 1)
+        first = tl.min(tl.where(left & (x == best[:, None]), place, vocab), 1)
+        second = tl.max(tl.where(place == first[:, None], float("-inf"), x), 1)
+        here = (chunk < CHUNKS)[None, :] & (above >= 0)[:, None]
+        most = tl.load(few_ptr + (row_above[:, None] * CHUNKS + chunk[None, :]) * FEW, mask=here, other=float("-inf"))
+        sums = tl.load(sum_ptr + row_above[:, None] * CHUNKS + chunk[None, :], mask=here, other=0.0)
+        total = tl.sum(sums * tl.exp(most - best[:, None]), 1)
+        sure = (1.0 - tl.exp(second - best)) / total
+        asks, threshold = tl.load(asks_ptr + row_above) != 0, tl.load(threshold_ptr + slot + above * 0)
+        drafts = asks & ((threshold == 0.0) | (sure > threshold))
+        tl.store(sures_ptr + slot * J + node_above + above, tl.where(asks, sure, 0.0), mask=above == mine)
+        likely = tl.load(likely_ptr + slot * J + node_above + above) - best - tl.log(total)
+        likely = tl.where(left & drafts[:, None], likely[:, None] + x, float("-inf"))
+        # The first of equal ones, by the node above and the token.
+        number = above[:, None] * vocab + tl.minimum(place, vocab - 1)
+        chance, choice = tl.zeros((), tl.float32), tl.zeros((), tl.int32)
+        for rank in tl.static_range(BEAM):
+            chance_here = tl.max(tl.max(likely, 1), 0)
+            found = tl.min(tl.min(tl.where(likely == chance_here, number, WIDTH * vocab - 1), 1), 0)
+            likely = tl.where(number == found, float("-inf"), likely)
+            chance, choice = tl.where(mine == rank, chance_here, chance), tl.where(mine == rank, found, choice)
+        parent, token = choice // vocab, (choice % vocab).to(tl.int64)
+        if NAMED:
+            token = tl.load(names_ptr + token)
+        node = node_here + mine
+        position = tl.load(numbers_ptr + slot * COLUMNS + _POSITION)
+        there = (chance > float("-inf")) & (position + node < tl.load(capacity_ptr + slot * TABLES))
+        then = there & (tl.load(room_ptr + slot) > level + 1)
+        bits = (tl.load(bits_ptr + slot * J + node_above + parent) << (node - node_above - parent)) | 1
+        tl.store(drafts_ptr + slot * J + node, token)
+        tl.store(there_ptr + slot * J + node, there.to(tl.int32))
+        tl.store(likely_ptr + slot * J + node, tl.where(there, chance, float("-inf")))
+        tl.store(parents_ptr + slot * J + node, node_above + parent)
+        tl.store(bits_ptr + slot * J + node, bits)
+        if FOLLOWED == 0:
+            tl.store(sures_ptr + slot * J + node, 0.0)
+        else:
+            tl.store(then_ptr + row, then.to(tl.int32))
+            tl.store(row_bits_ptr + row, bits)
+            _leave_view(
+                row, then, position + node, position + level + 1, table_ptr + slot * TABLES * PAGES, cos_ptr, sin_ptr,
+                positions_ptr, mapping_ptr, lengths_ptr, rows_ptr, row_cos_ptr, row_sin_ptr,
+                SIZE, PAGES, WIDE_PAGES, COPY, D, WIDE,
+            )  # fmt: skip
+            state_ptr = x_ptr + (slot * WIDTH + parent) * x_stride
+            _pair(row, token, embed_ptr, state_ptr, token_norm_ptr, state_norm_ptr, eps, pairs_ptr, M, HIDDEN)
+
+    @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+    def best_nodes_kernel(  # type: ignore[no-untyped-def]
+        numbers_ptr, drafts_ptr, there_ptr, sures_ptr, likely_ptr, parents_ptr, row_bits_ptr,
+        row_drafts_ptr, row_there_ptr, row_sures_ptr, row_parents_ptr, row_depths_ptr,
+        table_ptr, cos_ptr, sin_ptr, positions_ptr, mapping_ptr, lengths_ptr, rows_ptr, row_cos_ptr, row_sin_ptr,
+        embed_ptr, x_ptr,
+        ROWS: tl.constexpr, NODES: tl.constexpr, DEPTH: tl.constexpr, BEAM: tl.constexpr,
+        COLUMNS: tl.constexpr, TABLES: tl.constexpr, J: tl.constexpr, M: tl.constexpr, HIDDEN: tl.constexpr,
+        SIZE: tl.constexpr, PAGES: tl.constexpr, WIDE_PAGES: tl.constexpr, COPY: tl.constexpr, D: tl.constexpr,
+        WIDE: tl.constexpr, EARLY: tl.constexpr,
+    ):  # fmt: skip
+        """One of the likeliest nodes, in front of all layers: row 0 is the last settled token, and the others follow in the
+        order of their levels."""
+        let_next_start(EARLY)
+        wait_for_last(EARLY)
+        row = tl.program_id(0).to(tl.int64)
+        slot, mine = row // ROWS, (row % ROWS).to(tl.int32)
+        node, other = tl.arange(0, NODES), tl.arange(0, NODES)
+        is_draft = (node > 0) & (node < J)
+        there = is_draft & (tl.load(there_ptr + slot * J + node, mask=is_draft, other=0) != 0)
+        likely = tl.load(likely_ptr + slot * J + node, mask=there, other=float("-inf"))
+        others = tl.load(likely_ptr + slot * J + other, mask=(other > 0) & (other < J), other=float("-inf"))
+        before = others[None, :] > likely[:, None]
+        before = before | ((others[None, :] == likely[:, None]) & (other[None, :] < node[:, None]))
+        before = before & ((other > 0) & (other < J))[None, :]
+        taken = there & (tl.sum(before.to(tl.int32), 1) < ROWS - 1)
+        number = tl.where(node == 0, 0, tl.where(taken, tl.cumsum(taken.to(tl.int32), 0), -1))
+        parents = tl.load(parents_ptr + slot * J + node, mask=there, other=0)
+        at = tl.max(tl.where(number == mine, node, -1), 0)
+        live = tl.load(there_ptr + slot * J) != 0
+        is_there = live & (at >= 0)
+        at = tl.maximum(at, 0)
+        # Up to the last settled token: what a row sees of those in front of it.
+        bits, above, above_number = (tl.zeros((), tl.int64) - 1) << (mine + 1), at, mine
+        parent_number = tl.zeros((), tl.int32)
+        for step in tl.static_range(DEPTH + 1):
+            bits = bits | (tl.full((), 1, tl.int64) << (mine - above_number))
+            above = tl.max(tl.where(node == above, parents, 0), 0)
+            above_number = tl.max(tl.where(node == above, number, 0), 0)
+            if step == 0:
+                parent_number = above_number
+        depth = tl.where(at > 0, (at + BEAM - 1) // BEAM, 0)
+        position = tl.load(numbers_ptr + slot * COLUMNS + _POSITION)
+        token = tl.load(numbers_ptr + slot * COLUMNS + _TOKEN)
+        if at > 0:
+            token = tl.load(drafts_ptr + slot * J + at)
+        tl.store(row_bits_ptr + row, bits)
+        tl.store(row_drafts_ptr + row, token)
+        tl.store(row_there_ptr + row, is_there.to(tl.int32))
+        tl.store(row_sures_ptr + row, tl.load(sures_ptr + slot * J + at))
+        tl.store(row_parents_ptr + row, parent_number)
+        tl.store(row_depths_ptr + row, depth.to(tl.int64))
+        _leave_view(
+            row, is_there, position + mine, position + depth, table_ptr + slot * TABLES * PAGES, cos_ptr, sin_ptr,
+            positions_ptr, mapping_ptr, lengths_ptr, rows_ptr, row_cos_ptr, row_sin_ptr,
+            SIZE, PAGES, WIDE_PAGES, COPY, D, WIDE,
+        )  # fmt: skip
+        hidden = tl.arange(0, HIDDEN)
+        x = tl.load(embed_ptr + token * M + hidden, mask=hidden < M, other=0.0)
+        tl.store(x_ptr + row * M + hidden, x, mask=hidden < M)
+
     @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
     def nodes_kernel(  # type: ignore[no-untyped-def]
         numbers_ptr, drafts_ptr, there_ptr, depths_ptr, bits_ptr, row_bits_ptr,
@@ -180,10 +313,10 @@ if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
     def settle_drafts_kernel(  # type: ignore[no-untyped-def]
-        chosen_ptr, logprobs_ptr, bad_ptr, numbers_ptr, drafts_ptr, there_ptr, sures_ptr, firsts_ptr, kids_ptr, ends_ptr,
-        x_ptr, x_stride, count_ptr, tokens_ptr, states_ptr, clock_ptr, table_ptr, source_ptr, target_ptr, ints_ptr,
+        chosen_ptr, logprobs_ptr, bad_ptr, numbers_ptr, drafts_ptr, there_ptr, sures_ptr, parents_ptr, parents_stride,
+        ends_ptr, x_ptr, x_stride, count_ptr, tokens_ptr, states_ptr, clock_ptr, table_ptr, source_ptr, target_ptr, ints_ptr,
         floats_ptr, full,
-        COLUMNS: tl.constexpr, TABLES: tl.constexpr, J: tl.constexpr, PLACES: tl.constexpr, KIDS: tl.constexpr,
+        COLUMNS: tl.constexpr, TABLES: tl.constexpr, J: tl.constexpr, NODES: tl.constexpr, PLACES: tl.constexpr,
         M: tl.constexpr, HIDDEN: tl.constexpr, SIZE: tl.constexpr, PAGES: tl.constexpr, E: tl.constexpr,
         ENDS: tl.constexpr, INTS: tl.constexpr, FLOATS: tl.constexpr, VALID: tl.constexpr, BAD: tl.constexpr,
         ENDED: tl.constexpr, DRAFTED: tl.constexpr, DRAFT_DEPTH: tl.constexpr, EARLY: tl.constexpr,
@@ -197,10 +330,14 @@ if triton is not None:
         position, made = tl.load(numbers_ptr + _POSITION), tl.load(numbers_ptr + _GENERATED)
         limit, epoch = tl.load(numbers_ptr + _LIMIT), tl.load(numbers_ptr + _EPOCH)
         heeds, held = tl.load(numbers_ptr + _IGNORES) == 0, tl.load(numbers_ptr + _HELD) > 0
-        kid, end, hidden = tl.arange(0, KIDS), tl.arange(0, ENDS), tl.arange(0, HIDDEN)
+        any_, end, hidden = tl.arange(0, NODES), tl.arange(0, ENDS), tl.arange(0, HIDDEN)
         ends = tl.load(ends_ptr + end, mask=end < E, other=-1)
         first_row = slot * J
         live = tl.load(there_ptr + first_row) != 0
+        drafted_ = (any_ > 0) & (any_ < J)
+        drafted_ = drafted_ & (tl.load(there_ptr + first_row + any_, mask=drafted_, other=0) != 0)
+        drafts = tl.load(drafts_ptr + first_row + any_, mask=drafted_, other=-1)
+        parents = tl.load(parents_ptr + slot * parents_stride + any_, mask=drafted_, other=-1)
         on_path, open_ = live, live
         node, settled = tl.zeros((), tl.int64), tl.zeros((), tl.int64)
         last, over_last = tl.zeros((), tl.int64), live & False
@@ -208,13 +345,10 @@ if triton is not None:
             row, out = first_row + node, slot * PLACES + place
             bad = tl.load(bad_ptr + row) != 0
             token = tl.load(chosen_ptr + row)
-            first, many = tl.load(firsts_ptr + node), tl.load(kids_ptr + node)
-            at, there = first_row + first + kid, kid < many
-            there = there & (tl.load(there_ptr + at, mask=there, other=0) != 0)
-            drafted = on_path & (tl.max((there & (kid == 0)).to(tl.int32), 0) > 0)
-            right = there & (tl.load(drafts_ptr + at, mask=there, other=-1) == token) & (bad == 0)
-            which = tl.min(tl.where(right, kid, KIDS), 0)
-            kept = on_path & (which < KIDS)
+            there = drafted_ & (parents == node)
+            drafted = on_path & (tl.max(there.to(tl.int32), 0) > 0)
+            which = tl.min(tl.where(there & (drafts == token) & (bad == 0), any_, NODES), 0)
+            kept = on_path & (which < NODES)
             met = (tl.max((ends == token).to(tl.int32), 0) > 0) & heeds
             over = met | (made + place + 1 >= limit) | bad
             emits = on_path & open_
@@ -238,7 +372,7 @@ if triton is not None:
             settled += emits.to(tl.int64)
             last, over_last = tl.where(emits, token, last), tl.where(emits, over, over_last)
             open_ = open_ & kept & (over == 0)
-            on_path, node = kept, tl.where(kept, first + which, node)
+            on_path, node = kept, tl.where(kept, which, node)
         tl.store(numbers_ptr + _TOKEN, last, mask=live)
         tl.store(numbers_ptr + _POSITION, position + settled)
         tl.store(numbers_ptr + _GENERATED, made + settled)

@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fathomlm.kernels.few_rows import takes_few
 from fathomlm.kernels.gates import GATES, gated
 from fathomlm.kernels.half import inverse_rms
 from fathomlm.kernels.quantized import QuantizedWeight, whole_weight
@@ -32,6 +33,7 @@ from fathomlm.kernels.triton_here import early_launch, tl, triton
 from fathomlm.kernels.wide_rows import many_rows
 
 if triton is not None:
+    from fathomlm.kernels.few_rows import few_gated, few_linear
     from fathomlm.kernels.gates import activated
     from fathomlm.kernels.triton_here import let_next_start, wait_for_last
     from fathomlm.kernels.wide_rows import wide_add_linear, wide_linear, wide_norm_gated
@@ -79,6 +81,8 @@ def norm_linear(
     """s (x @ weight^T), s = 1 / rms(x) for each row, or 1 without `scale`: (N, W), in `out_dtype`, by itself x's own."""
     if many_rows(x_NM) and not scale:
         return wide_linear(x_NM, whole_weight(weight_WM, x_NM.dtype), out_dtype, out)
+    if isinstance(weight_WM, Tensor) and takes_few(x_NM, weight_WM):
+        return few_linear(x_NM, weight_WM, eps, scale, out_dtype=out_dtype, out=out)
     if triton is not None and x_NM.is_cuda:
         return _triton_norm_linear(x_NM, weight_WM, eps, scale, out_dtype, out)
     return plain_norm_linear(x_NM, weight_WM, eps, scale, out_dtype, out)
@@ -104,6 +108,8 @@ def norm_gated(x_NM: Tensor, both_2IM: RowWeight, eps: float, out: Tensor | None
     activation is one of `GATES`."""
     if many_rows(x_NM):
         return wide_norm_gated(x_NM, whole_weight(both_2IM, x_NM.dtype), eps, out, activation=activation)
+    if isinstance(both_2IM, Tensor) and takes_few(x_NM, both_2IM):
+        return few_gated(x_NM, both_2IM, eps, out, activation=activation)
     if triton is not None and x_NM.is_cuda:
         return _triton_norm_gated(x_NM, both_2IM, eps, out, activation=activation)
     return plain_norm_gated(x_NM, both_2IM, eps, out, activation)
@@ -124,6 +130,8 @@ def add_linear(
     `space` none do, which is slower where rows and columns are few."""
     if many_rows(x_NK):
         return wide_add_linear(stream_NM, x_NK, whole_weight(weight_MK, x_NK.dtype), out)
+    if isinstance(weight_MK, Tensor) and takes_few(x_NK, weight_MK):
+        return few_linear(x_NK, weight_MK, 0.0, scale=False, stream_NW=stream_NM, out=out)
     if triton is not None and x_NK.is_cuda:
         return _triton_add_linear(stream_NM, x_NK, weight_MK, out, space)
     return plain_add_linear(stream_NM, x_NK, weight_MK, out)

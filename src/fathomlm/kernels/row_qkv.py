@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fathomlm.kernels.few_rows import takes_few
 from fathomlm.kernels.half import inverse_rms
 from fathomlm.kernels.paged_write import LARGEST_FLOAT8, plain_write_entries, slot_count
 from fathomlm.kernels.quantized import whole_weight
@@ -22,6 +23,7 @@ from fathomlm.kernels.triton_here import early_launch, tl, triton
 from fathomlm.kernels.wide_rows import many_rows
 
 if triton is not None:
+    from fathomlm.kernels.few_rows import few_qkv_rope_write
     from fathomlm.kernels.paged_write import narrow_entry
     from fathomlm.kernels.row_linear import check_rows, row_product, row_scale
     from fathomlm.kernels.wide_rows import wide_norm_qkv_rope_write
@@ -44,6 +46,10 @@ def norm_qkv_rope_write(
             x_NM, whole_weight(qkv_WM, x_NM.dtype), eps, heads, groups, cos_ND, sin_ND, k_pages, v_pages, slots_N,
             k_scale, v_scale, out,
         )  # fmt: skip
+    if isinstance(qkv_WM, Tensor) and takes_few(x_NM, qkv_WM):
+        return few_qkv_rope_write(
+            x_NM, qkv_WM, eps, heads, groups, cos_ND, sin_ND, k_pages, v_pages, slots_N, k_scale, v_scale, out
+        )
     if triton is not None and x_NM.is_cuda:
         return _triton_norm_qkv_rope_write(
             x_NM, qkv_WM, eps, heads, groups, cos_ND, sin_ND, k_pages, v_pages, slots_N, k_scale, v_scale, out

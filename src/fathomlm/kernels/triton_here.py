@@ -16,8 +16,10 @@ _found = importlib.util.find_spec("triton") is not None
 triton: Any = importlib.import_module("triton") if _found else None
 tl: Any = importlib.import_module("triton.language") if _found else None
 EARLY_ROWS = int(os.environ.get("FATHOMLM_EARLY_LAUNCH", "1"))
-EARLY_DRAFTS = int(os.environ.get("FATHOMLM_EARLY_DRAFTS", "0"))
+EARLY_DRAFTS = int(os.environ.get("FATHOMLM_EARLY_DRAFTS", "64"))
 """The same for passes that draft or verify drafts, where that is more: rows of one or a few sequences."""
+FEW_DRAFTS = os.environ.get("FATHOMLM_FEW_DRAFTS", "1") == "1"
+"""Whether these passes have the kernels of `few_rows` and `few_attention`."""
 _more = [0]
 
 
@@ -69,4 +71,4 @@ if triton is not None:
             gdc_wait()
 
 
-__all__ = ["EARLY_DRAFTS", "early_launch", "launch_behind", "launching_early", "tl", "triton"]
+__all__ = ["EARLY_DRAFTS", "FEW_DRAFTS", "early_launch", "launch_behind", "launching_early", "tl", "triton"]

@@ -4,7 +4,9 @@ A decode step drafts and verifies for every slot. The draft layer runs over what
 with the true last state of the one before it, and then over its own drafts with its own output; all layers then run over the
 last settled token and the drafts behind it, each a row. There the full model chooses for every row, with the random number
 that belongs to the token's place in its sequence, and rows count up to the first whose draft is another token. So tokens are
-those that the full model chooses, greedy or drawn, one by one, whatever was drafted.
+those that the full model chooses, greedy or drawn, one by one, whatever was drafted. Drafts are the layer's likeliest
+tokens, never drawn: at temperature 0.8 such a draft is the full model's draw as often as one drawn with the same random
+number, and costs no draw.
 
 Where the state of a token before is not known, because its entries were found in the prefix cache, zeros stand in for it:
 that may cost a draft, and no token. A request with penalties or a constraint is never drafted for (`programs.drafts`).
@@ -21,7 +23,7 @@ from torch import Tensor
 
 from fathomlm.decode.confidence import MEASURES, AtExit
 from fathomlm.decode.draft_layer import DEPTH
-from fathomlm.decode.draft_tree import TreeShape
+from fathomlm.decode.draft_tree import BestShape, TreeShape
 from fathomlm.decode.exiting import Threshold, thresholds_of
 from fathomlm.engine.device_state import ENTER, IDLE, PrefillBatch
 from fathomlm.engine.kv_pages import AttentionMetadata, attention_for
@@ -41,7 +43,8 @@ from fathomlm.engine.programs.whole import count_entries, prefill_steps
 from fathomlm.engine.sampler import Sampled, note
 from fathomlm.engine.schedule import Placement
 from fathomlm.kernels.best_token import best_and_gap
-from fathomlm.kernels.triton_here import EARLY_DRAFTS, launching_early
+from fathomlm.kernels.few_rows import taking_few
+from fathomlm.kernels.triton_here import EARLY_DRAFTS, FEW_DRAFTS, launching_early
 
 
 class DraftLayerProgram:
@@ -72,7 +75,7 @@ class DraftLayerProgram:
         self._choose = TokenChooser(parts)
         self._kernels = self._kernels_for(TreeShape((1,) * drafts), None)
 
-    def _kernels_for(self, tree: TreeShape, bits_J: Tensor | None) -> DraftRows | None:
+    def _kernels_for(self, tree: TreeShape | BestShape, bits_J: Tensor | None) -> DraftRows | None:
         """What makes greedy steps, where that can be."""
         if self._measure != "gap":
             return None
@@ -104,11 +107,15 @@ class DraftLayerProgram:
         count_entries(self.parts.state, 0, slots_N)
 
     def decode_step(self, variant: SamplingVariant) -> None:
-        with launching_early(EARLY_DRAFTS):
-            if self._kernels is not None and variant.greedy and variant.drafts:
-                self._kernels.step(self.output)
+        with launching_early(EARLY_DRAFTS), taking_few(FEW_DRAFTS):
+            if self._kernels is not None and variant.drafts and self._kernels_serve(variant):
+                self._kernels.step(variant, self.output)
             else:
                 self._step(variant)
+
+    @staticmethod
+    def _kernels_serve(variant: SamplingVariant) -> bool:
+        return not (variant.penalise or variant.bias or variant.alternatives)
 
     def _step(self, variant: SamplingVariant) -> None:
         parts, s, layers = self.parts, self.parts.state, self.parts.layers
@@ -141,26 +148,11 @@ class DraftLayerProgram:
                 read_SM = self._enter(drafts[-1], x_SM)
                 # A draft may be rounded as one row is.
                 x_SM = self.parts.layers.run(read_SM, self._own, metadata_of(seen), positions_S, spend=True, alone=True)
-            scores = self._scores(x_SM, asks_S, number, variant)
+            scores = self.parts.layers.draft_scores(x_SM)
             draft_S, sure_S, many_S, asks_S, *found = self._meet(*scores, x_SM, asks_S, many_S, room_S)
             drafts.append(draft_S)
             sures.append(sure_S)
         return many_S, drafts, sures
-
-    def _scores(
-        self, x_NM: Tensor, asks_N: Tensor, number: int, variant: SamplingVariant
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """What the layer's output scores, the tokens that the columns stand for (None: all) and the rows' choices where
-        they are not just the best: drawn as the full model's will be, with the same random number. A slot has one row, or as
-        many as any other."""
-        layers, slots_N = self.parts.layers, self._slots_S
-        if variant.greedy:
-            return *layers.draft_scores(x_NM), None
-        index_N = self.parts.state.generated_S[:-1] + number
-        if (each := len(x_NM) // len(slots_N)) > 1:
-            slots_N, index_N = slots_N.repeat_interleave(each), index_N.repeat_interleave(each)
-        scores_NV = layers.scores(x_NM, self._own[0].index)
-        return scores_NV, None, self._choose.sampled(scores_NV, slots_N, index_N, asks_N, variant).tokens_N
 
     def _judge(
         self, live_S: Tensor, many_S: Tensor, drafts: list[Tensor], sures: list[Tensor], variant: SamplingVariant
@@ -222,9 +214,8 @@ class DraftLayerProgram:
         return seen.slot_mapping_N, seen.table_NP, seen.lengths_N, *angles
 
     def _meet_plain(
-        self, scores_SW: Tensor, vocab_W: Tensor | None, drawn_S: Tensor | None, x_SM: Tensor, asks_S: Tensor,
-        many_S: Tensor, room_S: Tensor,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
+        self, scores_SW: Tensor, vocab_W: Tensor | None, x_SM: Tensor, asks_S: Tensor, many_S: Tensor, room_S: Tensor
+    ) -> tuple[Tensor, ...]:
         """The layer's token and how sure it is; where it is sure enough that is a draft, to be followed by another, and
         where that one stands."""
         best_S, sure_S = best_and_gap(scores_SW)
@@ -238,7 +229,7 @@ class DraftLayerProgram:
         positions_S = torch.where(follows_S, self.parts.state.position_S[:-1] + many_S, 0)
         seen = self._seen(self._slots_S, positions_S, follows_S)
         sure_S = torch.where(asks_S, sure_S, 0.0).float()
-        return best_S if drawn_S is None else drawn_S, sure_S, many_S, follows_S, positions_S, *seen
+        return best_S, sure_S, many_S, follows_S, positions_S, *seen
 
     def _rows_plain(self, live_S: Tensor, many_S: Tensor, slots_N: Tensor, places: int) -> tuple[Tensor, ...]:
         s, place_J = self.parts.state, self._places_J[:places]

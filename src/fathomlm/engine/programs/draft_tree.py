@@ -7,9 +7,6 @@ them, then all layers over all nodes. What the full model chooses at a node, wit
 the draft that is this token, if there is one: so tokens are those that the full model chooses, whatever was drafted. Along
 that path the rest is a chain of drafts; its entries move up to where a chain's would be.
 
-The first draft behind a node is what a chain has there, drawn with the same random number; the others are the likeliest ones
-beside it.
-
 Shapes: S slots, J nodes of a tree, N rows, n nodes of a level, C those of the next, K drafts behind a node, P places of a
 path, M hidden width, W tokens that drafts are chosen among.
 """
@@ -69,10 +66,10 @@ class DraftTreeProgram(DraftLayerProgram):
                 positions_N, *seen = found
                 x_NM = x_NM.repeat_interleave(tree.widths[level - 1], 0)
                 read_NM = self._enter(drafts[-1].flatten(), x_NM)
-                x_NM = parts.layers.run(read_NM, self._own, _metadata(seen), positions_N, spend=True, alone=True)
+                x_NM = parts.layers.run(read_NM, self._own, tree_metadata(seen), positions_N, spend=True, alone=True)
             elif level:
                 x_NM = x_SM.new_zeros(slots * many, x_SM.shape[1])
-            scores = self._scores(x_NM, asks_Sn.flatten(), level, variant)
+            scores = parts.layers.draft_scores(x_NM)
             tokens_SC, sure_Sn, there_SC, asks_Sn, *found = self._grow(*scores, x_NM, asks_Sn, room_S, level, width)
             drafts.append(tokens_SC)
             sures.append(sure_Sn)
@@ -80,20 +77,17 @@ class DraftTreeProgram(DraftLayerProgram):
         return torch.cat(there, 1), drafts, sures
 
     def _grow_plain(
-        self, scores_NW: Tensor, vocab_W: Tensor | None, drawn_N: Tensor | None, x_NM: Tensor, asks_Sn: Tensor,
-        room_S: Tensor, level: int, width: int,
+        self, scores_NW: Tensor, vocab_W: Tensor | None, x_NM: Tensor, asks_Sn: Tensor, room_S: Tensor, level: int,
+        width: int,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         """The drafts behind a level's nodes, which of them there are, and what those that are followed by others see."""
         s, slots = self.parts.state, len(room_S)
         if width == 1:
             tokens_N, sure_N = best_and_gap(scores_NW)
-            tokens_NK = (tokens_N if drawn_N is None else drawn_N)[:, None]
-        elif drawn_N is None:
-            tokens_NK, sure_N = best_few(scores_NW, width)
+            tokens_NK = tokens_N[:, None]
         else:
-            others_NK, sure_N = best_few(scores_NW, width - 1, drawn_N)
-            tokens_NK = torch.cat((drawn_N[:, None], others_NK), 1)
-        if drawn_N is None and vocab_W is not None:
+            tokens_NK, sure_N = best_few(scores_NW, width)
+        if vocab_W is not None:
             tokens_NK = vocab_W[tokens_NK]
         if self._measure != "gap":
             sure_N = MEASURES[self._measure](AtExit(x_NM, x_NM, scores_NW))
@@ -110,7 +104,7 @@ class DraftTreeProgram(DraftLayerProgram):
         return tokens_NK.view(slots, -1), sure_Sn, there_SC, asks_SC, positions_N, *seen
 
     def _tree_seen(self, nodes_C: Tensor, valid_SC: Tensor) -> tuple[Tensor, ...]:
-        """Positions of some nodes of every slot, and what `_metadata` takes."""
+        """Positions of some nodes of every slot, and what `tree_metadata` takes."""
         s, many = self.parts.state, len(nodes_C)
         slots_N = self._slots_S.repeat_interleave(many)
         ranks_SC, positions_SC = (s.position_S[:-1, None] + by_C for by_C in (nodes_C, self._depths_J[nodes_C]))
@@ -128,7 +122,8 @@ class DraftTreeProgram(DraftLayerProgram):
         tokens_SJ = torch.cat((s.token_S[:-1, None], *drafts), 1)
         sures_SJ = torch.cat((*sures, torch.zeros_like(drafts[-1], dtype=torch.float32)), 1)
         places_SJ, index_N, positions_N, *seen = self._nodes(live_S, there_SJ)
-        x_NM = layers.run(layers.enter(tokens_SJ.flatten()), self.parts.plan.steps, _metadata(seen), positions_N, spend=True)
+        x_NM = layers.enter(tokens_SJ.flatten())
+        x_NM = layers.run(x_NM, self.parts.plan.steps, tree_metadata(seen), positions_N, spend=True)
         slots_N = self._slots_S.repeat_interleave(self.tree.nodes)
         sampled = self._choose.sampled(layers.scores(x_NM), slots_N, index_N, there_SJ.flatten(), variant)
         many_S, source_N, target_N, path_N, drafts_SP, sures_SP, valid_N, index_N = self._follow(
@@ -199,6 +194,6 @@ def seen_bits(tree: TreeShape) -> list[int]:
     return found
 
 
-def _metadata(found: list[Tensor]) -> AttentionMetadata:
+def tree_metadata(found: list[Tensor]) -> AttentionMetadata:
     bits_N, *seen = found
     return replace(metadata_of(seen), bits_N=bits_N)
