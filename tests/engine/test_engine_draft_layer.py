@@ -13,7 +13,9 @@ from engine.test_engine_exits import MANY, asked
 from fathomlm.decode.full import generate
 from fathomlm.decode.generation import Generation
 from fathomlm.decode.sampling import Sampling
+from fathomlm.engine.device_state import ENTER
 from fathomlm.engine.engine import Engine
+from fathomlm.engine.programs.base import SamplingVariant
 from fathomlm.engine.programs.draft_layer import DraftLayerProgram
 from fathomlm.engine.request import Request, Result
 from fathomlm.errors import OptionError
@@ -69,7 +71,7 @@ def test_drafting_may_stop_and_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps without drafts leave the layer what it needs: behind them it drafts what it always would."""
     setting = exiting("draft", "speculative", threshold=0.0, max_stack=4)
     engine = Engine(build("draft"), exiting=setting, always_draft=True, **ROOMY)
-    launch, turns = engine.runner.launch, iter([True, False, False, True, False] * 20)
+    launch, turns = engine.runner.launch, iter([True, False, False, False, True, False] * 20)
     monkeypatch.setattr(engine.runner, "launch", lambda drafts, sequences: launch(next(turns), sequences))
     seen = []
     program = engine.runner.program
@@ -94,6 +96,44 @@ def test_drafting_may_stop_and_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.inference_mode():
         for position, slot, drafts in drafted:
             assert drafts == naive_drafts(build("draft"), texts[slot][: position + 1], len(drafts))
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+@pytest.mark.parametrize(
+    "shape", [{"max_stack": 4}, {"draft_tree": (3, 2)}, {"draft_best": (5, 2)}], ids=["chain", "tree", "best"]
+)
+@pytest.mark.parametrize("sequences", [1, 4])
+def test_where_drafting_is_off_a_step_is_the_plain_models(
+    name: str, shape: dict[str, Any], sequences: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One row a sequence; where drafts come again the layer knows all that it would have known."""
+    setting = exiting(name, "speculative", threshold=0.0, **shape)
+    sizes = ROOMY | {"batch_size": sequences}
+    always = Engine(build(name), exiting=setting, always_draft=True, **sizes)
+    engine = Engine(build(name), exiting=setting, always_draft=True, **sizes)
+    launch, turns = engine.runner.launch, iter([True, False, False, False, True, True] * 40)
+    monkeypatch.setattr(engine.runner, "launch", lambda drafts, sequences: launch(next(turns), sequences))
+    program, settled = engine.runner.program, list[int]()
+    assert isinstance(program, DraftLayerProgram)
+    step = program._settled_step
+
+    def watched(variant: SamplingVariant) -> None:
+        s = engine.runner.state
+        live_S = s.stage_S[:-1] == ENTER
+        assert (program.count_S[:-1][live_S] == 1).all(), "nothing else waits for the layer"
+        assert torch.equal(program.tokens_SJ[:-1, 0][live_S], s.token_S[:-1][live_S])
+        step(variant)
+        settled.append(int(live_S.sum()))
+
+    monkeypatch.setattr(program, "_settled_step", watched)
+    ways = {"max_new_tokens": NEW}, {"max_new_tokens": NEW, "temperature": 0.8, "seed": 3}
+    for way in ways:
+        results, wanted = engine.generate(MANY, **way), always.generate(MANY, **way)
+        assert [(r.tokens, r.finish) for r in results] == [(w.tokens, w.finish) for w in wanted]
+    assert sum(settled) > 10
+    assert 0 < engine.totals.accepted < always.totals.accepted
+    share, right = (each.totals.accepted / each.totals.drafted for each in (engine, always))
+    assert share > 0.6 * right, "drafts are as good as ever"
 
 
 def test_prefixes_are_cached_and_scarce_pages_change_nothing() -> None:

@@ -305,7 +305,8 @@ class Runner:
         sampler = self.sampler
         rows = None if sequences is None else next((many for many in self.row_counts if many >= sequences), None)
         name, rows = (None, rows) if only is None else only
-        settled = isinstance(self.program, DraftProgram) and self.program.settles and not (drafts or self._unsettled or only)
+        may = isinstance(self.program, DraftProgram | DraftLayerProgram) and self.program.settles
+        settled = may and not (drafts or self._unsettled or only)
         rows = self.state.slots if settled else rows
         kind = sampler.mode, sampler.penalised, sampler.biased, sampler.alternatives
         variant = SamplingVariant(*kind, drafts, rows, name, settled)

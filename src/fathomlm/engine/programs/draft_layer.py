@@ -39,7 +39,8 @@ from fathomlm.engine.programs.base import (
     ends_sequence,
 )
 from fathomlm.engine.programs.draft_rows import DraftRows, SlotDrafts
-from fathomlm.engine.programs.whole import count_entries, prefill_steps
+from fathomlm.engine.programs.whole import begin_settled, count_entries, prefill_steps
+from fathomlm.engine.programs.whole import metadata_of as of_slots
 from fathomlm.engine.sampler import Sampled, note
 from fathomlm.engine.schedule import Placement
 from fathomlm.kernels.best_token import best_and_gap
@@ -73,6 +74,10 @@ class DraftLayerProgram:
         self._rows = parts.small(self._rows_plain)
         self._verify = parts.small(self._verify_plain)
         self._choose = TokenChooser(parts)
+        self._depth_S = torch.full_like(self._slots_S, plan.unrolled_layers)
+        self._unsure_S = torch.zeros(s.slots, device=s.device)
+        self._begin_settled = parts.small(begin_settled)
+        self._end_settled = parts.small(self._end_settled_plain)
         self._kernels = self._kernels_for(TreeShape((1,) * drafts), None)
 
     def _kernels_for(self, tree: TreeShape | BestShape, bits_J: Tensor | None) -> DraftRows | None:
@@ -106,7 +111,34 @@ class DraftLayerProgram:
         self.states_SJM[:, 0].index_put_((torch.where(ends_N, slots_N, self.parts.state.spare),), x_NM)
         count_entries(self.parts.state, 0, slots_N)
 
+    settles = True
+    """Behind a step without drafts the draft layer has not run one token of each slot, and nothing waits to be verified."""
+
+    def _settled_step(self, variant: SamplingVariant) -> None:
+        """A token of every slot through all layers, as in a plain model; the draft layer only stores its entry."""
+        parts, s, layers = self.parts, self.parts.state, self.parts.layers
+        tokens_S, positions_S, live_S, *found = self._begin_settled(s, self._slots_S, parts.page_size, self._angles)
+        output = self.output.part(0, len(live_S))
+        if parts.idle(live_S):
+            output.blank(s.spare)
+            return
+        seen = of_slots(found, slots_N=self._slots_S)
+        layers.keep(self._enter(tokens_S, self.states_SJM[:-1, 0]), self._own, seen, positions_S)
+        x_SM = layers.enter(tokens_S)
+        x_SM = layers.run(x_SM, parts.plan.steps, seen, positions_S, spend=True, alone=len(live_S) == 1)
+        self._choose(layers.scores(x_SM), self._slots_S, live_S, self._depth_S, self._unsure_S, variant, output)
+        self._end_settled(live_S, x_SM)
+
+    def _end_settled_plain(self, live_S: Tensor, x_SM: Tensor) -> None:
+        s = self.parts.state
+        self.states_SJM[:-1, 0] = torch.where(live_S[:, None], x_SM, self.states_SJM[:-1, 0])
+        self.tokens_SJ[:-1, 0] = torch.where(live_S, s.token_S[:-1], self.tokens_SJ[:-1, 0])
+        s.clock.add_(1)
+
     def decode_step(self, variant: SamplingVariant) -> None:
+        if variant.settled:
+            self._settled_step(variant)
+            return
         with launching_early(EARLY_DRAFTS), taking_few(FEW_DRAFTS):
             if self._kernels is not None and variant.drafts and self._kernels_serve(variant):
                 self._kernels.step(variant, self.output)

@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from fathomlm.decode.exiting import Threshold
-from fathomlm.engine.device_state import ENTER, IDLE
-from fathomlm.engine.kv_pages import attention_for
+from fathomlm.engine.device_state import IDLE
 from fathomlm.engine.programs.base import (
     BAD,
     DRAFTED,
@@ -36,7 +35,7 @@ from fathomlm.engine.programs.base import (
     ends_sequence,
 )
 from fathomlm.engine.programs.exits import ALL, ExitProgram, Rows
-from fathomlm.engine.programs.whole import metadata_of
+from fathomlm.engine.programs.whole import begin_settled, metadata_of
 from fathomlm.engine.sampler import Sampled, note
 from fathomlm.engine.schedule import Placement
 
@@ -64,7 +63,7 @@ class DraftProgram(ExitProgram):
         self._depth_S = torch.full_like(self._slots_S, self.cuts[-1])
         self._unsure_S = torch.zeros(s.slots, device=s.device)
         self._angles = parts.layers.row_angles()
-        self._begin_settled = parts.small(self._begin_settled_plain)
+        self._begin_settled = parts.small(begin_settled)
         self._end_settled = parts.small(self._end_settled_plain)
 
     def place(self, placements: Sequence[Placement], threshold: Threshold) -> None:
@@ -87,31 +86,21 @@ class DraftProgram(ExitProgram):
         """A token of every slot through all layers, as without exits: drafting that does not pay must not cost anything
         where it is off. What exits need of their own is stored, lest it be missing when they are asked again."""
         parts, layers = self.parts, self.parts.layers
-        live_S, tokens_S, positions_S, *found = self._begin_settled()
+        slots_S = self._slots_S
+        tokens_S, positions_S, live_S, *found = self._begin_settled(parts.state, slots_S, parts.page_size, self._angles)
         output = self.output.part(0, len(live_S))
         if parts.idle(live_S):
             output.blank(parts.state.spare)
             return
-        seen = metadata_of(found, slots_N=self._slots_S)
+        seen = metadata_of(found, slots_N=slots_S)
         x_SM, alone = layers.enter(tokens_S), len(live_S) == 1
         for steps, own in zip(self.segments, (*self.own, ()), strict=True):
             x_SM = layers.run(x_SM, steps, seen, positions_S, spend=True, alone=alone)
             if own:
                 layers.keep(x_SM, own, seen, positions_S)
         scores_SV = layers.scores(x_SM)
-        self._choose(scores_SV, self._slots_S, live_S, self._depth_S, self._unsure_S, variant, output)
+        self._choose(scores_SV, slots_S, live_S, self._depth_S, self._unsure_S, variant, output)
         self._end_settled(live_S)
-
-    def _begin_settled_plain(self) -> tuple[Tensor, ...]:
-        s, slots_S = self.parts.state, self._slots_S
-        position_S = s.position_S[:-1]
-        live_S = (s.stage_S[:-1] == ENTER) & (position_S < s.capacity_ST[:-1, 0])
-        positions_S = torch.where(live_S, position_S, 0)
-        seen = attention_for(
-            s.tables_STP, slots_S, torch.zeros_like(slots_S), positions_S, live_S, self.parts.page_size
-        )  # fmt: skip
-        angles = (table_PD.index_select(0, positions_S) for table_PD in self._angles)
-        return live_S, s.token_S[:-1], positions_S, seen.slot_mapping_N, seen.table_NP, seen.lengths_N, *angles
 
     def _end_settled_plain(self, live_S: Tensor) -> None:
         """All positions up to the slots' own have run every segment."""

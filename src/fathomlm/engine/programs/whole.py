@@ -106,6 +106,18 @@ def begin(
     return token, positions_N, live_N, seen.slot_mapping_N, seen.table_NP, seen.lengths_N, *turned
 
 
+def begin_settled(
+    state: EngineState, slots_S: Tensor, page_size: int, angles: tuple[Tensor, ...] = ()
+) -> tuple[Tensor, ...]:
+    """The same for every slot of a program with drafts, of which none waits to be verified."""
+    position_S = state.position_S[:-1]
+    live_S = (state.stage_S[:-1] == ENTER) & (position_S < state.capacity_ST[:-1, 0])
+    positions_S = torch.where(live_S, position_S, 0)
+    seen = attention_for(state.tables_STP, slots_S, torch.zeros_like(slots_S), positions_S, live_S, page_size)
+    turned = (table_PD.index_select(0, positions_S) for table_PD in angles)
+    return state.token_S[:-1], positions_S, live_S, seen.slot_mapping_N, seen.table_NP, seen.lengths_N, *turned
+
+
 def metadata_of(found: Sequence[Tensor], slots_N: Tensor) -> AttentionMetadata:
     """From `begin`: rows of different sequences."""
     slot_mapping_N, table_NP, lengths_N, *angles = found
