@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
-from free_tasks import CALM, MAIN, REFINES, SAMPLED, SAMPLINGS, TASKS, TENTHS, THRESHOLDS, Record, read_lines
+from free_tasks import CALM, FINER, MAIN, REFINES, SAMPLED, SAMPLINGS, TASKS, TENTHS, THRESHOLDS, Record, read_lines
 
 DRAWS = 1000
 ORDERS = 4
@@ -203,7 +203,8 @@ def read_results(data: Path, files: list[Path]) -> tuple[dict[str, TaskResults],
         else:
             task.calibration = line
     order = {name: at for at, name in enumerate(TASKS)}
-    return {name: results[name] for name in sorted(results, key=lambda name: order[name])}, lines[0]["environment"]
+    dates = " and ".join(sorted({line["environment"]["date"] for line in lines}))
+    return {n: results[n] for n in sorted(results, key=lambda n: order[n])}, lines[0]["environment"] | {"date": dates}
 
 
 def scored(data: Path, line: Record) -> Scored:
@@ -276,12 +277,12 @@ def statics(task: TaskResults) -> Table:
 def distilled(task: TaskResults, names: Iterable[str], *, own_full: bool = False) -> Table:
     """Variants beside each other, at every threshold, with the difference from those without distillation, or from their
     own full decoding."""
-    head = ["variant", "full", "exit alone", *(f"FREE {t:g}" for t in sorted(THRESHOLDS)), "left early at 0.5"]
-    rows = [head]
+    swept = sorted((*THRESHOLDS, *FINER))
+    rows = [["variant", "full", "exit alone", *(f"FREE {t:g}" for t in swept), "left early at 0.5"]]
     for name in names:
         if (name, "full") not in task.texts:
             continue
-        labels = ["full", f"static {task.exit_of(name)}", *(f"parallel {t:g}" for t in sorted(THRESHOLDS))]
+        labels = ["full", f"static {task.exit_of(name)}", *(f"parallel {t:g}" for t in swept)]
         other = "none" if name != "none" and task.exit_of(name) == task.exit_of("none") else name
         others = [(name, "full") if own_full else (other, label) for label in labels]
         cells = [
@@ -309,6 +310,15 @@ def speeds(task: TaskResults) -> Table:
         shown = ["-" if each is None else f"{each:.2f}" for each in faster]
         rows.append([variant, label, *cells, f"{found['ms_per_token']:.3f}", *shown])
     return rows
+
+
+def untimed(task: TaskResults) -> list[str]:
+    """When the speeds were taken, and of which variants there are none: `fastest` is among the others."""
+    without = [variant for variant in task.variants if (variant, "full") not in task.speeds]
+    if not without or not task.speeds:
+        return []
+    dates = " and ".join(sorted({found["environment"]["date"] for found in task.speeds.values()}))
+    return ["", f"Speeds are of {dates}; not timed, and so not among the fastest below: {', '.join(without)}."]
 
 
 def copying(task: TaskResults) -> Table:
@@ -415,6 +425,7 @@ def page(results: dict[str, TaskResults], where: Record) -> str:
                 lines += ["", f"### {title}", "", *markdown(rows)]
                 if rows[0][0] == "threshold" and rows[0][-1] == "tokens":
                     lines += ["", optimal(task)]
+        lines += untimed(task)
         best, sure = task.best_at_99(), task.best_at_99(surely=True)
         if best is not None:
             lines += ["", f"Fastest that keeps 99 % of its full decoding's score: {best}."]
@@ -486,23 +497,27 @@ def earlier(before: Record, results: dict[str, TaskResults]) -> tuple[Record, li
 
 def picture(results: dict[str, TaskResults], where: Record, out: Path) -> None:
     """Left of each task: quality over the threshold of each variant; right: quality over the layers that all tokens run, of
-    exits alone and of whole models, with intervals."""
+    exits alone and of whole models, with intervals. Ten colours; the variants behind the tenth are dashed and hollow."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
-    figure = Figure(figsize=(12, 4.6 * len(results)), layout="constrained")
+    figure = Figure(figsize=(14, 5 * len(results)), layout="constrained")
     FigureCanvasAgg(figure)
     for row, (name, task) in zip(figure.subplots(len(results), 2, squeeze=False), results.items(), strict=True):
-        for variant in task.variants:
+        looks = {
+            variant: {"color": f"C{at % 10}", "linestyle": "--" if at >= 10 else "-"}
+            | ({"markerfacecolor": "white"} if at >= 10 else {})
+            for at, variant in enumerate(task.variants)
+        }
+        for variant, look in looks.items():
             mode = "state-copy" if variant == CALM else "parallel"
             points = sorted(
                 (float(k[1].split()[1]), s)
                 for k, s in task.texts.items()
                 if k[0] == variant and k[1].split()[0] == mode and "," not in k[1]
             )
-            if points:
-                x, y = [t for t, _ in points], [found.score for _, found in points]
-                row[0].plot(x, y, "s--" if variant == CALM else "o-", label=variant)
+            row[0].plot([t for t, _ in points], [found.score for _, found in points], marker="o", **look)
         row[0].set_xlabel("threshold (1 never leaves)")
         points = sorted(
             (int(k[1].split()[1]), s) for k, s in task.texts.items() if k[0] == CALM and k[1].startswith("static")
@@ -510,24 +525,31 @@ def picture(results: dict[str, TaskResults], where: Record, out: Path) -> None:
         if points:
             low, high = zip(*(found.interval for _, found in points), strict=True)
             x = [layer for layer, _ in points]
-            row[1].plot(x, [found.score for _, found in points], "o-", label="calm, all leave here")
-            row[1].fill_between(x, low, high, alpha=0.2)
-        for at, variant in enumerate(task.variants):
+            row[1].plot(x, [found.score for _, found in points], marker=".", **looks[CALM])
+            row[1].fill_between(x, low, high, alpha=0.15, color=looks[CALM]["color"])
+        beside: dict[float, list[tuple[str, str, str]]] = {}
+        for variant in task.variants:
             layer, depth = task.exit_of(variant), task.depth_of(variant)
-            shown = [] if variant == CALM or depth is None else [("full", depth, "s")]
-            shown += [] if layer is None else [(f"static {layer}", float(layer), "*")]
-            for label, x, mark in shown:
+            if depth is not None:
+                beside.setdefault(depth, []).append((variant, "full", "s"))
+            if layer is not None:
+                beside.setdefault(float(layer), []).append((variant, f"static {layer}", "*"))
+        for layers, shown in beside.items():
+            for at, (variant, label, mark) in enumerate(shown):
                 found = task.texts[variant, label]
                 spread = [[found.score - found.interval[0]], [found.interval[1] - found.score]]
-                legend = f"{variant}, {'full' if mark == 's' else 'exit alone'}"
-                moved = x + 0.08 * (at - len(task.variants) / 2)  # intervals beside each other
-                row[1].errorbar(moved, [found.score], spread, fmt=mark, color=f"C{at % 10}", capsize=2, label=legend)
+                moved = layers + 0.1 * (at - (len(shown) - 1) / 2)  # intervals beside each other
+                size = 10 if mark == "*" else 6
+                row[1].errorbar(moved, [found.score], spread, marker=mark, markersize=size, capsize=2, **looks[variant])
         row[1].set_xlabel("layers that every token runs")
         for axes in row:
             axes.set_ylabel(f"{name}: {TASKS[name].metric} (points)")
             axes.grid(alpha=0.3)
-            axes.legend(fontsize=6, ncols=2)
-    figure.suptitle(f"Leaving early: thresholds, and layers ({where['device']})")
+        marks = {"s": "full depth", "*": "its exit alone", ".": "calm, all leave here"}
+        keys = [Line2D([], [], marker="o", label=variant, **look) for variant, look in looks.items()]
+        keys += [Line2D([], [], marker=mark, label=label, color="grey", linestyle="") for mark, label in marks.items()]
+        row[1].legend(handles=keys, fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1))
+    figure.suptitle(f"Leaving early: thresholds, and layers, with 95 % intervals over the texts ({where['device']})")
     figure.savefig(out, dpi=110)
 
 
