@@ -142,7 +142,7 @@ def test_slips_beside_them_are_one_line(shipped: Path, mistake_of: Callable[...,
     assert "--any-base requires --exits" in mistake_of(*generate, *none)
     assert "invalid --decode 'paralell' (did you mean 'parallel'?)" in mistake_of(*generate, "--decode", "paralell")
     (shipped / FILE).write_text("{")
-    assert "is not a calibration" in mistake_of(*generate, "--decode", "parallel")
+    assert "threshold.json is not valid JSON" in mistake_of(*generate, "--decode", "parallel")
 
 
 def test_a_directory_called_none_is_a_path(shipped: Path, told: Callable[..., tuple[Any, str]]) -> None:
