@@ -136,6 +136,34 @@ def test_where_drafting_is_off_a_step_is_the_plain_models(
     assert share > 0.6 * right, "drafts are as good as ever"
 
 
+def test_a_slot_without_a_page_when_drafting_stops_goes_on_behind_its_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several of its tokens wait for the layer when it may run again; what drafts read then are the last ones."""
+    setting = exiting("draft", "speculative", threshold=0.0, max_stack=4)
+    engine = Engine(build("draft"), exiting=setting, always_draft=True, **ROOMY)
+    program, s = engine.runner.program, engine.runner.state
+    assert isinstance(program, DraftLayerProgram)
+    launch, turns, waited = engine.runner.launch, iter([True, True, False, False, False, True, False] * 20), list[int]()
+
+    def scarce(drafts: bool, sequences: int) -> int:
+        drafts, unsettled = next(turns), engine.runner._unsettled
+        had_ST = s.capacity_ST.clone()
+        if unsettled and not drafts:
+            waited.append(int(program.count_S[:-1].max()))
+            s.capacity_ST.copy_(s.position_S[:, None])
+        number = launch(drafts, sequences)
+        s.capacity_ST.copy_(had_ST)
+        if not (unsettled or drafts):
+            live_S = s.stage_S[:-1] == ENTER
+            assert (program.count_S[:-1][live_S] == 1).all()
+            assert torch.equal(program.tokens_SJ[:-1, 0][live_S], s.token_S[:-1][live_S])
+        return number
+
+    monkeypatch.setattr(engine.runner, "launch", scarce)
+    results = engine.generate(MANY, max_new_tokens=NEW)
+    assert [r.tokens for r in results] == [f.tokens for f in generate(build("draft"), MANY, max_new_tokens=NEW)]
+    assert max(waited) > 1
+
+
 def test_prefixes_are_cached_and_scarce_pages_change_nothing() -> None:
     setting = exiting("draft", "speculative", threshold=0.0, max_stack=4)
     engine = Engine(build("draft"), exiting=setting, always_draft=True, **SMALL, memory=10**6)

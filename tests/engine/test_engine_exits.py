@@ -436,6 +436,56 @@ def test_bursts_are_timed_without_prompts_captures_and_changes(
     assert len(noted) < len(launched)
 
 
+def test_a_way_is_chosen_only_where_a_burst_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the host waits for what is in flight nothing is chosen: else the first burst of a way would not be known as
+    such, and be timed."""
+    setting = exiting("vanilla", "speculative", threshold=0.0, max_stack=3)
+    engine = Engine(model("vanilla"), exiting=setting, **(SMALL | {"burst": 4, "lag": 2}))
+    engine._drafting = control = InTurns()
+    launch, launched, empty = engine._launch, list[int](), 0
+    monkeypatch.setattr(engine, "_launch", lambda burst, drafts: (launched.append(burst), launch(burst, drafts)))
+    for prompt in MANY:
+        engine.generate([prompt], max_new_tokens=9, ignore_eos=True)
+        empty += engine._bursts.count(0)
+    assert empty > 0
+    assert min(launched) > 0
+    assert len(launched) == control.bursts
+
+
+class Anything:
+    """Follows every text."""
+
+    def begin(self) -> Anything:
+        return self
+
+    def advance(self, token: int) -> None:
+        """Nothing changes."""
+
+    def allowed(self) -> bytes:
+        return bytes([1] * model("vanilla").architecture.vocab)
+
+
+def test_a_pass_started_ahead_may_end_the_only_sequence() -> None:
+    """Nobody runs the burst that follows, and nothing is learnt of it."""
+
+    class Always(DraftControl):
+        def choose(self, running: int) -> bool:
+            super().choose(running)
+            self.changed = False
+            return True
+
+    setting = exiting("vanilla", "speculative", threshold=1.0, max_stack=3)
+    sizes = {"max_sequences": 1, "batch_size": 3, "burst": 1, "lag": 1}
+    engine = Engine(model("vanilla"), exiting=setting, **(SMALL | sizes))
+    engine._drafting = Always()
+    sampling = Sampling(max_new_tokens=1)
+    for number in range(3):
+        (result,) = engine.run([Request(id=number, prompt=tuple(MANY[0]), sampling=sampling, constraint=Anything())])
+        assert result.finish.reason == "length"
+    while engine.busy:
+        engine.step()
+
+
 def test_an_engine_that_decides_by_itself_says_the_same() -> None:
     full = Engine(model("vanilla"), batch_size=4, page_size=4, max_length=96).generate(MANY[:2], max_new_tokens=40)
     setting = exiting("vanilla", "speculative", threshold=0.0, max_stack=3)

@@ -247,6 +247,9 @@ class Engine:
         if scheduled.chunks:
             self._prefill(scheduled.chunks)
         if self.scheduler.running:
+            if not self._steps_needed():
+                self._bursts.append(0)
+                return
             drafts = self._drafting is None or self._drafting.choose(self.scheduler.running)
             if self._chosen is not None and drafts and not alone:
                 self._collect_first(len(self._in_flight))
@@ -270,15 +273,14 @@ class Engine:
 
     def _launch(self, burst: int, drafts: bool) -> None:
         """Some decode steps, timed where it is asked whether drafts pay."""
-        runner, drafting, numbers = self.runner, self._drafting, list[int]()
-        timed = drafting is not None and burst > 0 and not drafting.changed
+        runner, drafting, running, numbers = self.runner, self._drafting, self.scheduler.running, list[int]()
+        timed = drafting is not None and running > 0 and burst > 0 and not drafting.changed
         start, captures = runner.moment() if timed else None, runner.captures
         for _ in range(burst):
             numbers.append(runner.launch(drafts, self.scheduler.occupied))
         self._in_flight += numbers
         self.totals.decode_steps += burst
         if start is not None and captures == runner.captures:
-            running = self.scheduler.running
             self._timed.append(TimedBurst(numbers[0], numbers[-1], drafts, running, start, runner.moment()))
 
     def _note_time(self, numbers: abc.Sequence[int], tokens: int) -> None:

@@ -76,7 +76,7 @@ class DraftLayerProgram:
         self._choose = TokenChooser(parts)
         self._depth_S = torch.full_like(self._slots_S, plan.unrolled_layers)
         self._unsure_S = torch.zeros(s.slots, device=s.device)
-        self._begin_settled = parts.small(begin_settled)
+        self._begin_settled = parts.small(self._begin_settled_plain)
         self._end_settled = parts.small(self._end_settled_plain)
         self._kernels = self._kernels_for(TreeShape((1,) * drafts), None)
 
@@ -112,27 +112,34 @@ class DraftLayerProgram:
         count_entries(self.parts.state, 0, slots_N)
 
     settles = True
-    """Behind a step without drafts the draft layer has not run one token of each slot, and nothing waits to be verified."""
+    """Behind a step without drafts the draft layer has not run one token of each slot, and nothing waits to be verified. Of
+    a slot that had no page just then it has not run several: it goes on behind the last of them."""
 
     def _settled_step(self, variant: SamplingVariant) -> None:
         """A token of every slot through all layers, as in a plain model; the draft layer only stores its entry."""
         parts, s, layers = self.parts, self.parts.state, self.parts.layers
-        tokens_S, positions_S, live_S, *found = self._begin_settled(s, self._slots_S, parts.page_size, self._angles)
+        before_SM, tokens_S, positions_S, live_S, *found = self._begin_settled()
         output = self.output.part(0, len(live_S))
         if parts.idle(live_S):
             output.blank(s.spare)
             return
         seen = of_slots(found, slots_N=self._slots_S)
-        layers.keep(self._enter(tokens_S, self.states_SJM[:-1, 0]), self._own, seen, positions_S)
+        layers.keep(self._enter(tokens_S, before_SM), self._own, seen, positions_S)
         x_SM = layers.enter(tokens_S)
         x_SM = layers.run(x_SM, parts.plan.steps, seen, positions_S, spend=True, alone=len(live_S) == 1)
         self._choose(layers.scores(x_SM), self._slots_S, live_S, self._depth_S, self._unsure_S, variant, output)
         self._end_settled(live_S, x_SM)
 
+    def _begin_settled_plain(self) -> tuple[Tensor, ...]:
+        parts, slots_S = self.parts, self._slots_S
+        before_SM = self.states_SJM[slots_S, self.count_S[:-1] - 1]
+        return before_SM, *begin_settled(parts.state, slots_S, parts.page_size, self._angles)
+
     def _end_settled_plain(self, live_S: Tensor, x_SM: Tensor) -> None:
         s = self.parts.state
         self.states_SJM[:-1, 0] = torch.where(live_S[:, None], x_SM, self.states_SJM[:-1, 0])
         self.tokens_SJ[:-1, 0] = torch.where(live_S, s.token_S[:-1], self.tokens_SJ[:-1, 0])
+        self.count_S[:-1] = torch.where(live_S, 1, self.count_S[:-1])
         s.clock.add_(1)
 
     def decode_step(self, variant: SamplingVariant) -> None:

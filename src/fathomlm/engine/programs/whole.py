@@ -102,7 +102,7 @@ def begin(
     # Nothing is added up, for which a compiler would call a library: rows of the spare slot all store the same number.
     entries_ST.index_put_((rows_N, torch.zeros_like(rows_N)), ranks_N + live_N.long())
     positions_N = torch.where(live_N, position, 0)
-    turned = (table_PD.index_select(0, positions_N) for table_PD in angles)
+    turned = tuple(table_PD.index_select(0, positions_N) for table_PD in angles)
     return token, positions_N, live_N, seen.slot_mapping_N, seen.table_NP, seen.lengths_N, *turned
 
 
@@ -114,7 +114,7 @@ def begin_settled(
     live_S = (state.stage_S[:-1] == ENTER) & (position_S < state.capacity_ST[:-1, 0])
     positions_S = torch.where(live_S, position_S, 0)
     seen = attention_for(state.tables_STP, slots_S, torch.zeros_like(slots_S), positions_S, live_S, page_size)
-    turned = (table_PD.index_select(0, positions_S) for table_PD in angles)
+    turned = tuple(table_PD.index_select(0, positions_S) for table_PD in angles)
     return state.token_S[:-1], positions_S, live_S, seen.slot_mapping_N, seen.table_NP, seen.lengths_N, *turned
 
 
