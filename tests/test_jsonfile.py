@@ -9,7 +9,7 @@ from typing import Literal
 
 import pytest
 
-from fathomlm.errors import CheckpointError, DataError
+from fathomlm.errors import CheckpointError, DataError, OptionError, choices, require
 from fathomlm.jsonfile import MAX_DEPTH, MAX_DIGITS, Fields, bounded_lines, parse, parse_object, read_lines, read_object
 
 
@@ -165,12 +165,25 @@ class Inner:
 
 
 @dataclass(frozen=True)
+class Pair:
+    first: int
+    second: int
+
+    def __post_init__(self) -> None:
+        if self.first == 9:
+            raise OptionError(choices("order", str(self.first), ["0", "1"]))
+        require(self.first >= self.second, "first", "at least second", self.first)
+
+
+@dataclass(frozen=True)
 class Outer:
     name: str
     kind: Literal["one", "two"] = "one"
     inner: Inner | None = None
     sizes: tuple[int, ...] = ()
     by_name: dict[str, Inner] = field(default_factory=dict)
+    parts: tuple[Inner, ...] = ()
+    pair: Pair | None = None
 
 
 def test_a_dataclass_is_built_from_fields_of_its_names() -> None:
@@ -189,7 +202,13 @@ def test_a_dataclass_is_built_from_fields_of_its_names() -> None:
         ('{"name": "a", "inner": 3}', "config.json: inner must be a section of fields or null, got 3"),
         ('{"name": "a", "inner": {"size": true}}', "config.json: inner.size must be an integer, got true"),
         ('{"name": "a", "inner": {"siez": 1}}', "config.json: unknown field in inner 'siez' (did you mean 'size'?)"),
-        ('{"name": "a", "sizes": [1, "2"]}', "config.json: sizes must be an integer, got '2'"),
+        ('{"name": "a", "kind": "tow"}', "config.json: kind must be one of 'one', 'two', got 'tow' (did you mean 'two'?)"),
+        ('{"name": "a", "sizes": [1, "2"]}', "config.json: sizes[1] must be an integer, got '2'"),
+        ('{"name": "a", "parts": [{"size": 1}, {"size": 2.5}]}', "config.json: parts[1].size must be an integer, got 2.5"),
+        ('{"name": "a", "parts": [{"size": 1}, {}]}', "config.json is missing parts[1].size, which must be an integer"),
+        ('{"name": "a", "pair": {}}', "config.json is missing pair.first, pair.second"),
+        ('{"name": "a", "pair": {"first": 0, "second": 1}}', "config.json: pair.first must be at least second, got 0"),
+        ('{"name": "a", "pair": {"first": 9, "second": 1}}', "config.json: pair: unknown order '9'"),
         ('{"name": "a", "by_name": {"b": 1}}', "config.json: by_name.b must be a section of fields, got 1"),
     ],
 )

@@ -164,8 +164,8 @@ class Fields:
 
     def wrong(self, name: str, rule: str, value: object = REQUIRED) -> FathomError:
         """The error for a field that breaks a rule, to be raised by a caller who knows more rules than are here. `value` is
-        an item of it that does."""
-        if name not in self.values:
+        an item of it that does, and `name` then its place, such as windows[2]."""
+        if value is REQUIRED and name not in self.values:
             near = nearest(name, map(str, self.values))
             return self._error(f"{self.where} is missing {self._prefix}{name}{near}, which must be {rule}")
         got = shown(self.values[name] if value is REQUIRED else value)
@@ -258,18 +258,25 @@ class Fields:
             if name not in hints:
                 inside = f" in {self._prefix[:-1]}" if self._prefix else ""
                 raise self._error(f"{self.where}: {choices(f'field{inside}', shown_name(str(name)), hints)}")
-        found = {}
+        found, missing = {}, []
         for field in (field for field in dataclasses.fields(cls) if field.init):  # type: ignore[arg-type]
             if field.name in self.values:
                 found[field.name] = self._as(hints[field.name], field.name, self.values[field.name], texts, whole)
             elif whole or field.default is field.default_factory is dataclasses.MISSING:
-                raise self.wrong(field.name, _rule(hints[field.name]))
+                missing.append(field.name)
+        if len(missing) == 1:
+            raise self.wrong(missing[0], _rule(hints[missing[0]]))
+        if missing:
+            raise self._error(f"{self.where} is missing {', '.join(self._prefix + name for name in missing)}")
         try:
             return cls(**found)
         except OptionError as problem:
             if issubclass(OptionError, self._error):
                 raise
-            raise self._error(f"{self.where}: {self._prefix}{problem}") from None
+            # Most rules begin with the name of their field, which the prefix completes.
+            begins = str(problem).split(" ")[0] in hints
+            inside = self._prefix if begins or not self._prefix else f"{self._prefix[:-1]}: "
+            raise self._error(f"{self.where}: {inside}{problem}") from None
 
     def _as(self, kind: Any, name: str, value: Any, texts: bool, whole: bool) -> Any:
         """A value as an annotation says, the first that fits of several."""
@@ -284,12 +291,16 @@ class Fields:
             if origin in (list, tuple) and isinstance(value, list):
                 kinds = inner[:1] * len(value) if origin is list or Ellipsis in inner else inner
                 if len(kinds) == len(value):
-                    return origin(self._as(own, name, each, texts, whole) for own, each in zip(kinds, value, strict=True))
+                    items = enumerate(zip(kinds, value, strict=True))
+                    return origin(self._as(own, f"{name}[{n}]", each, texts, whole) for n, (own, each) in items)
             if _fits(option, value):
                 return float(value) if option is float else value
             if texts and option in (int, float) and (number := _number(value, option)) is not None:
                 return number
-        raise self.wrong(name, _rule(kind), value)
+        names = [each for each in options if typing.get_origin(each) is typing.Literal]
+        known = [str(each) for literal in names for each in typing.get_args(literal)]
+        near = nearest(value, known) if isinstance(value, str) else ""
+        raise self._error(f"{self.wrong(name, _rule(kind), value)}{near}")
 
 
 @functools.cache

@@ -117,5 +117,5 @@ def test_architectures_that_make_no_sense(change, message):
 def test_a_record_with_fields_missing():
     record = PRESETS["smollm-360m"].architecture.to_dict()
     del record["hidden"], record["heads"], record["norm"]
-    with pytest.raises(OptionError, match="the architecture is missing hidden, which must be an integer"):
+    with pytest.raises(OptionError, match="the architecture is missing hidden, heads"):
         Architecture.from_dict(record)

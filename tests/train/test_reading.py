@@ -51,7 +51,7 @@ def test_unknown_names_are_refused_at_every_level(values, message):
         ({"data": {"sources": "README.md"}}, "data.sources must be a list such as [a, b], got 'README.md'"),
         ({"data": {"path": 3}}, "data.path must be a string, got 3"),
         ({"precision": "fp16"}, "precision must be one of 'bf16', 'float32', got 'fp16'"),
-        ({"optimizer": {"betas": [0.9, "x"]}}, "optimizer.betas must be a number, got 'x'"),
+        ({"optimizer": {"betas": [0.9, "x"]}}, "optimizer.betas[1] must be a number, got 'x'"),
         ({"loss": {"exits": {"at": 6}}}, "loss.exits.at must be one of 'recursions', 'all' or a list such as [a, b], got 6"),
         ({"loss": {"exits": {"coefficient": "x"}}}, "loss.exits.coefficient must be a number, got 'x'"),
         ({"model": {"architecture": 3}}, "model.architecture must be a section of fields or null, got 3"),
