@@ -89,7 +89,7 @@ def test_a_recursive_model_is_given_a_router(plain: Path, tmp_path: Path, capsys
         (("--router-update", "add"), "--router-update requires --router"),
         (("--router", "expert", "--router-alpha", "0"), "alpha must be > 0, got 0.0"),
         (("--router", "expert", "--router-score", "softmax"), "unknown score 'softmax'; known: identity, sigmoid, tanh"),
-        (("--router", "expert", "--router-update", "subtract"), "invalid update 'subtract'; choose from add, interpolate"),
+        (("--router", "expert", "--router-update", "subtract"), "invalid --router-update 'subtract'; choose from add"),
         (
             ("--router", "token", "--router-update", "add"),
             "update cannot be combined with token-choice routing",

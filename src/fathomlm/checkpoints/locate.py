@@ -12,7 +12,7 @@ from fathomlm.errors import CheckpointError, ModelNotFound, choices
 from fathomlm.packaged import packaged_models, packaged_path
 
 EXITS, EXITS_RECORD = "pack of exits", "exits.json"
-HUB_ID = re.compile(r"(?!\.\.?/)[\w.-]+/[\w.-]+")
+HUB_ID = re.compile(r"(?!\.\.?/)[\w.-]+/[\w.-]+(?<!\.gguf)")
 
 
 def locate(source: str | Path, config_only: bool = False) -> Path:

@@ -11,7 +11,7 @@ from fathomlm.depth.architecture import Architecture, LinearSpec
 from fathomlm.depth.plan import DEFAULT_RECURSIONS, DepthPlan, KVMode, Resize
 from fathomlm.depth.relaxation import DEFAULT_PREFIX_LENGTH, DEFAULT_RANK, RELAXATIONS, Relaxation, build_relaxation
 from fathomlm.depth.routing import RouterOptions
-from fathomlm.depth.routing.kind import Network
+from fathomlm.depth.routing.kind import Network, Update
 from fathomlm.depth.sharing import STRATEGIES
 from fathomlm.errors import OptionError
 from fathomlm.options import like, option
@@ -76,7 +76,7 @@ class RoutingOptions:
     router_network: Network | None = like(RouterOptions, "network")
     router_score: str | None = like(RouterOptions, "score")
     router_alpha: float | None = like(RouterOptions, "alpha", default_text="2 with interpolate and sigmoid, 0.1 with add")
-    router_update: str | None = like(RouterOptions, "update", default_text="interpolate")
+    router_update: Update | None = like(RouterOptions, "update", default_text="interpolate")
     kv: KVMode | None = option(
         None, default_text="cache",
         help="KV cache: every recursion's own (cache), the first one's (share), or both (hybrid, with a router)",

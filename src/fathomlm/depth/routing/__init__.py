@@ -60,9 +60,8 @@ class RouterOptions:
     """token: whether every recursion's output is weighted (the thesis' text, the default) or the last one's only (its
     code)."""
     update: Update | None = option(
-        None, metavar="NAME",
-        help="expert: interpolate, x + g (f(x) - x), or add, x + g f(x), as the thesis trains from scratch",
-    )  # fmt: skip
+        None, help="expert: interpolate, x + g (f(x) - x), or add, x + g f(x), as the thesis trains from scratch"
+    )
     """add is the default; interpolate at g = 1 is the plain recursive model."""
     random: bool = option(False)
     """The control: depth is drawn, from the token and its position, and not decided. Scores still weigh what recursions

@@ -25,6 +25,7 @@ from fathomlm.decode.sampling import Sampling
 from fathomlm.decode.threshold import ThresholdOptions
 from fathomlm.depth.options import PlanOptions, RoutingOptions
 from fathomlm.depth.plan import KVMode
+from fathomlm.errors import OptionError
 from fathomlm.lab.bench.options import GpuOptions
 from fathomlm.lab.common import PromptOptions, check_directory
 from fathomlm.lab.drawing import check_matplotlib
@@ -192,7 +193,7 @@ class Plot(JsonOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan(JsonOptions):
+class Plan(JsonOptions, ChecksFirst):
     """Three plans, any of them together. --budget: how many tokens it buys for the plain, the recursive and the routed (MoR)
     model of each base. --runs: which model size each budget was best spent on, from finished runs. --gpu-memory: which
     recursions, ranks and batch sizes fit. FLOPs are the forward pass without embedding and head, as the thesis counts."""
@@ -225,6 +226,15 @@ class Plan(JsonOptions):
     router: str | None = like(RoutingOptions, "router", "expert", help="router of the MoR rows")
     kv: KVMode = like(RoutingOptions, "kv", "cache", help="KV cache of the MoR rows", default_text=None)
     context: int = option(2048, ge=1, help="tokens per sequence")
+
+    def check_first(self) -> None:
+        counted = bool(self.budget) or self.gpu_memory is not None
+        if not counted and not self.runs:
+            raise OptionError("nothing to plan: give --budget FLOPS, --runs DIR or --gpu-memory SIZE")
+        if counted and not self.models:
+            raise OptionError("--budget and --gpu-memory require --models, such as smollm-135m,smollm-360m")
+        if self.models and not counted:
+            raise OptionError("--models requires --budget or --gpu-memory")
 
 
 @dataclass(frozen=True, kw_only=True)

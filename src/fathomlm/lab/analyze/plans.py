@@ -255,7 +255,6 @@ def _size(number: float) -> str:
 
 
 def run(options: Plan) -> int:
-    _check(options)
     record: dict[str, Any] = {}
     tables: list[tuple[str, Rows]] = []
     bases = _bases(options.models)
@@ -273,16 +272,6 @@ def run(options: Plan) -> int:
             print(f"wrote {options.out}")
 
     return options.answer(record, show)
-
-
-def _check(options: Plan) -> None:
-    counted = bool(options.budget) or options.gpu_memory is not None
-    if not counted and not options.runs:
-        raise OptionError("nothing to plan: give --budget FLOPS, --runs DIR or --gpu-memory SIZE")
-    if counted and not options.models:
-        raise OptionError("--budget and --gpu-memory require --models, such as smollm-135m,smollm-360m")
-    if options.models and not counted:
-        raise OptionError("--models requires --budget or --gpu-memory")
 
 
 def _bases(models: Sequence[str]) -> dict[str, Architecture]:

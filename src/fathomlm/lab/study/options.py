@@ -6,10 +6,23 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 
 from fathomlm.cli.common import DeviceOptions, JsonOptions
+from fathomlm.cli.first import check_device
 from fathomlm.options import like, option
 
 WORK = Path("runs/study")
 NAME = "shipped study (see: fathomlm study list) or YAML file"
+
+
+def check_study(name: str) -> None:
+    """Refuse a study that is not there, or says what no study may."""
+    from fathomlm.lab.study.spec import read_study
+
+    read_study(name)
+
+
+def check_run_device(device: str) -> None:
+    if device != "auto":
+        check_device(device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,14 +47,16 @@ class ShowStudy(LedgerOptions, CorpusOptions):
     """Show a study: every run in the order of the queue, its tokens and forward FLOPs, passes over --corpus, and whether it
     is in the ledger."""
 
-    name: str = option(positional=True, help=NAME)
+    name: str = option(positional=True, first=check_study, help=NAME)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StudyStatus(LedgerOptions):
     """Count the runs of each study that the ledger has, those that failed, and those that are left."""
 
-    names: tuple[str, ...] = option((), positional=True, metavar="NAME", help=NAME, default_text="all shipped studies")
+    names: tuple[str, ...] = option(
+        (), positional=True, metavar="NAME", first=check_study, help=NAME, default_text="all shipped studies"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +84,7 @@ class RunStudy(LedgerOptions):
     continues. A run that fails is recorded with its reason, and the queue continues. The same command may be started several
     times, on one GPU or on several: each process takes what no other has."""
 
-    names: tuple[str, ...] = option(positional=True, metavar="NAME", help=NAME)
+    names: tuple[str, ...] = option(positional=True, metavar="NAME", first=check_study, help=NAME)
     corpus: Path = like(CorpusOptions, "corpus", MISSING, help="corpus from `fathomlm data prepare`")
     work: Path = option(WORK, metavar="DIR", help="where runs keep their checkpoints")
     only: str | None = option(
@@ -82,5 +97,5 @@ class RunStudy(LedgerOptions):
     retry_failed: bool = option(False, help="repeat failed runs")
     keep: bool = option(False, help="keep the trained models under --work")
     tasks: Path | None = option(None, metavar="DIR", help="files of the tasks that the studies score, as eval --data")
-    device: str = like(DeviceOptions, "device", "auto", help="auto, cpu, cuda or cuda:N", first=None)
+    device: str = like(DeviceOptions, "device", "auto", help="auto, cpu, cuda or cuda:N", first=check_run_device)
     commit: str | None = option(None, metavar="HASH", help="commit for the records, where this is not a git checkout")

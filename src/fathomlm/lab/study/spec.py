@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fathomlm.cli.common import JsonOptions
 from fathomlm.cli.display import print_table
 from fathomlm.errors import OptionError, choices
 from fathomlm.jsonfile import Fields
-from fathomlm.lab.study.options import ListStudies
 from fathomlm.train.reading import read_yaml, shipped_directory
 
 KINDS = ("train",)
@@ -290,7 +290,7 @@ def _check(study: Study, where: str) -> None:
         raise OptionError(f"{where}: chain requires schedule.kind: trapezoid, whose plateau the budgets share")
 
 
-def run_list(options: ListStudies) -> int:
+def run_list(options: JsonOptions) -> int:
     found = [
         {
             "name": study.name,
