@@ -17,6 +17,7 @@ from fathomlm.engine.engine import Engine
 from fathomlm.engine.programs import lone_rows
 from fathomlm.engine.programs.base import DRAFTED, FLAGS, SLOT, VALID, SamplingVariant
 from fathomlm.engine.programs.draft_layer import DraftLayerProgram
+from fathomlm.engine.programs.draft_rows import BestRows
 from fathomlm.kernels.triton_here import triton
 
 GPU = torch.cuda.is_available()
@@ -114,6 +115,37 @@ def test_every_number_is_the_plain_steps(kind: str, slots: int, monkeypatch: pyt
             assert int(fast[4]) == int(plain[4]) == int(before[4]) + 1
         seen.add((2, int((ints[:, FLAGS] & DRAFTED != 0).any())))
     assert {(2, 0), (2, 1), (False, 0), (True, 1)} <= seen
+
+
+def test_no_draft_is_likelier_than_what_stands_above_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even by rounding, where a layer is certain: a draft would be verified without the one above it."""
+    engine = engine_of("draft", "best", 3, monkeypatch)
+    program, s, layers = engine.runner.program, engine.runner.state, engine.runner.layers
+    assert isinstance(program, DraftLayerProgram)
+    kernels, random, P = program._kernels, torch.Generator().manual_seed(0), s.tables_STP.shape[2]
+    assert isinstance(kernels, BestRows)
+
+    def certain(x_NM: torch.Tensor) -> tuple[torch.Tensor, None]:
+        scores_NV = 3 * torch.randn(len(x_NM), layers.architecture.vocab, generator=random)
+        scores_NV[:, 5] += 50.0 + 10 * torch.rand(len(x_NM), generator=random)
+        return scores_NV.to(x_NM.device), None
+
+    monkeypatch.setattr(layers, "draft_scores", certain)
+    compared = 0
+    for _ in range(2):
+        for slot in range(3):
+            s.tables_STP[slot, 0] = slot * P + torch.arange(P)
+            s.capacity_ST[slot] = 40
+            s.numbers_SC[slot] = torch.tensor([7, 6, ENTER, 5, 0, 30, 9, 1, 0, 0])
+            program.count_S[slot] = 1
+            program.threshold_S[slot] = 0.0
+        with torch.no_grad():
+            program.decode_step(SamplingVariant())
+        likely_SJ, parents_SJ = kernels._likely_SJ, kernels._parents_SJ.long()
+        above_SJ = likely_SJ.gather(1, parents_SJ)
+        assert (likely_SJ <= above_SJ).all()
+        compared += int((likely_SJ == above_SJ)[:, 1:].sum())
+    assert compared > 6
 
 
 @pytest.mark.parametrize("kind", list(SETTINGS))

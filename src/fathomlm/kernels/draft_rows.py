@@ -185,8 +185,10 @@ if triton is not None:
         asks, threshold = tl.load(asks_ptr + row_above) != 0, tl.load(threshold_ptr + slot + above * 0)
         drafts = asks & ((threshold == 0.0) | (sure > threshold))
         tl.store(sures_ptr + slot * J + node_above + above, tl.where(asks, sure, 0.0), mask=above == mine)
-        likely = tl.load(likely_ptr + slot * J + node_above + above) - best - tl.log(total)
-        likely = tl.where(left & drafts[:, None], likely[:, None] + x, float("-inf"))
+        # Nothing above 0 is added: no draft comes before the one above it by rounding, or it would stand behind another.
+        logs = x - best[:, None] - tl.maximum(tl.log(total), 0.0)[:, None]
+        likely = tl.load(likely_ptr + slot * J + node_above + above)
+        likely = tl.where(left & drafts[:, None], likely[:, None] + logs, float("-inf"))
         # The first of equal ones, by the node above and the token.
         number = above[:, None] * vocab + tl.minimum(place, vocab - 1)
         chance, choice = tl.zeros((), tl.float32), tl.zeros((), tl.int32)
