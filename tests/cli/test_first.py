@@ -154,3 +154,11 @@ def test_a_shape_needs_no_weights() -> None:
     check_source("smollm-730m", shape=True)
     with pytest.raises(FathomError, match="unknown model"):
         check_source("smollm-731m", shape=True)
+
+
+@pytest.mark.parametrize("words", [["study", "list"], ["study", "show", "tiny"], ["study", "run", "tiny", "--corpus", "x"]])
+def test_a_package_that_is_not_installed_is_named(words: list[str], tmp_path: Path) -> None:
+    script = "import sys; sys.modules['yaml'] = None; from fathomlm.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    done = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 2
+    assert done.stderr == "fathomlm: this command requires the package yaml: pip install 'fathomlm[all]'\n"

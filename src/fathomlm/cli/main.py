@@ -226,9 +226,11 @@ def _find(place: str) -> Any:
     return getattr(importlib.import_module(f"fathomlm.{module}"), name)
 
 
-def _function_of(command: Command) -> Any:
+def _checked(command: Command, options: Any) -> Any:
+    """What runs a command, once its options are checked; both may import packages that are not installed."""
     try:
-        return _find(command.run)
+        check_first(options)
+        return partial(_find(command.run), options) if command.run else options.run
     except ModuleNotFoundError as error:
         if str(error.name).startswith("fathomlm"):
             raise
@@ -285,8 +287,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     share_cores()
     try:
         command, options = _read(argv)
-        check_first(options)
-        return int(_function_of(command)(options) if command.run else options.run())
+        return int(_checked(command, options)())
     except FathomError as error:
         print(f"fathomlm: {error}", file=sys.stderr)
         return 2
