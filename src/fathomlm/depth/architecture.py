@@ -10,10 +10,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from fathomlm.depth.bounds import BOUNDS, read_record, size, to_record
-from fathomlm.errors import OptionError
+from fathomlm.errors import OptionError, choices
 from fathomlm.options import check, option
 
 NormKind = Literal["rms", "rms_plus_one", "layer"]
@@ -181,6 +181,8 @@ class Architecture:
             raise OptionError("experts require gated SiLU feed-forward parts without biases, and residual='pre'")
 
     def _check_relative(self) -> None:
+        if self.positions not in get_args(Positions):  # any other would count as relative
+            raise OptionError(choices("positions", self.positions, get_args(Positions)))
         if self.positions == "rotary":
             return
         if self.rotary_dim or self.kv_heads != self.heads:

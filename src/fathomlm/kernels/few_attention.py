@@ -55,7 +55,7 @@ if triton is not None:
         return ((tl.minimum(page, last).to(tl.int64) * PAGE + entry % PAGE) * G + group) * D, outside
 
     @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-    def _entries(ptr, place, asked, column, D: tl.constexpr, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+    def _few_entries(ptr, place, asked, column, D: tl.constexpr, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
         there = asked[:, None] if WIDE == D else asked[:, None] & (column < D)[None, :]
         return tl.load(ptr + place[:, None] + column[None, :], mask=there, other=0.0)
 
@@ -95,8 +95,8 @@ if triton is not None:
         asked = entry < end
         place, wrong = _places(table_ptr, entry, asked, columns, last, group, G, D, PAGE)
         wrong = wrong | (longest > columns * PAGE)
-        k = _entries(k_ptr, place, asked, column, D, WIDE)
-        v = _entries(v_ptr, place, asked, column, D, WIDE)
+        k = _few_entries(k_ptr, place, asked, column, D, WIDE)
+        v = _few_entries(v_ptr, place, asked, column, D, WIDE)
         new = old + tl.arange(0, LAST)
         newer = (new < longest) & (part == 0)
         new_place, outside = _places(table_ptr, new, newer, columns, last, group, G, D, PAGE)
@@ -110,8 +110,8 @@ if triton is not None:
         inside = (row < R)[:, None] & (column < D)[None, :]
         at_head = (first_row + row) * H + head
         q = tl.load(q_ptr + at_head[:, None] * D + column[None, :], mask=inside, other=0.0)
-        k_new = _entries(k_ptr, new_place, newer, column, D, WIDE)
-        v_new = _entries(v_ptr, new_place, newer, column, D, WIDE)
+        k_new = _few_entries(k_ptr, new_place, newer, column, D, WIDE)
+        v_new = _few_entries(v_ptr, new_place, newer, column, D, WIDE)
         most = tl.full((ROWS,), -1e30, tl.float32)  # not -inf: a row may see nothing of a tile
         weight, mixed = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, WIDE), tl.float32)
         most, weight, mixed = _look(q, k, v, there[:, None] & asked[None, :], most, weight, mixed, score_scale)
@@ -120,8 +120,8 @@ if triton is not None:
             asked = entry < end
             place, outside = _places(table_ptr, entry, asked, columns, last, group, G, D, PAGE)
             wrong = wrong | outside
-            k = _entries(k_ptr, place, asked, column, D, WIDE)
-            v = _entries(v_ptr, place, asked, column, D, WIDE)
+            k = _few_entries(k_ptr, place, asked, column, D, WIDE)
+            v = _few_entries(v_ptr, place, asked, column, D, WIDE)
             most, weight, mixed = _look(q, k, v, there[:, None] & asked[None, :], most, weight, mixed, score_scale)
         if part == 0:
             back = length[:, None] - 1 - new[None, :]

@@ -73,7 +73,7 @@ def takes_few(x_NK: Tensor, weight: object) -> bool:
 
 if triton is not None:
     from fathomlm.kernels.gates import activated
-    from fathomlm.kernels.paged_write import narrow_entry
+    from fathomlm.kernels.paged_write import put_halves
     from fathomlm.kernels.triton_here import let_next_start, wait_for_last
 
     @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
@@ -174,13 +174,6 @@ if triton is not None:
         inner = activated(gate, GATE) * up
         tl.store(out_ptr + row[:, None] * out_stride + column[None, :], inner.to(out_ptr.dtype.element_ty), mask=here)
 
-    @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-    def _put(out_ptr, at, low, high, scale, here, HALF: tl.constexpr, LARGEST: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Both halves of a head, the second HALF entries behind the first."""
-        kind: tl.constexpr = out_ptr.dtype.element_ty
-        tl.store(out_ptr + at, narrow_entry(low, scale, kind, LARGEST), mask=here)
-        tl.store(out_ptr + at + HALF, narrow_entry(high, scale, kind, LARGEST), mask=here)
-
     @triton.jit(do_not_specialize=["rows", "slots"])  # type: ignore[untyped-decorator,unused-ignore]
     def _few_qkv_kernel(  # type: ignore[no-untyped-def]
         x_ptr, x_stride, weight_ptr, cos_ptr, cos_stride, sin_ptr, sin_stride, q_ptr, k_ptr, v_ptr, slots_ptr,
@@ -210,13 +203,13 @@ if triton is not None:
         high = high * cos_high.to(tl.float32) + low * sin_high.to(tl.float32)
         low = turned
         if head < H:
-            _put(q_ptr, (row[:, None] * H + head) * 2 * HALF + pair, low, high, 1.0, here, HALF, LARGEST)
+            put_halves(q_ptr, (row[:, None] * H + head) * 2 * HALF + pair, low, high, 1.0, here, HALF, LARGEST)
         else:
             here = here & (slot >= 0) & (slot < slots)
             if head < H + G:
-                _put(k_ptr, (slot * G + head - H) * 2 * HALF + pair, low, high, k_scale, here, HALF, LARGEST)
+                put_halves(k_ptr, (slot * G + head - H) * 2 * HALF + pair, low, high, k_scale, here, HALF, LARGEST)
             else:
-                _put(v_ptr, (slot * G + head - H - G) * 2 * HALF + pair, low, high, v_scale, here, HALF, LARGEST)
+                put_halves(v_ptr, (slot * G + head - H - G) * 2 * HALF + pair, low, high, v_scale, here, HALF, LARGEST)
 
     def _cut(rows: int, depth: int, warps: int) -> dict[str, int]:
         """How the sum and the rows are laid out: the largest power of two below, and what holds the rest."""

@@ -110,6 +110,15 @@ if triton is not None:
             new = tl.where(new == new, tl.minimum(tl.maximum(new, -LARGEST), LARGEST), new)
         return new.to(kind)
 
+    @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+    def put_halves(  # type: ignore[no-untyped-def]
+        out_ptr, at, low, high, scale, here, HALF: tl.constexpr, LARGEST: tl.constexpr
+    ):  # fmt: skip
+        """Both halves of a head, the second HALF entries behind the first."""
+        kind: tl.constexpr = out_ptr.dtype.element_ty
+        tl.store(out_ptr + at, narrow_entry(low, scale, kind, LARGEST), mask=here)
+        tl.store(out_ptr + at + HALF, narrow_entry(high, scale, kind, LARGEST), mask=here)
+
     @triton.jit(do_not_specialize=["slots"])  # type: ignore[untyped-decorator,unused-ignore]
     def _write_kernel(  # type: ignore[no-untyped-def]
         k_ptr, k_stride, v_ptr, v_stride, k_pages_ptr, v_pages_ptr, slots_ptr, slots, k_scale, v_scale,

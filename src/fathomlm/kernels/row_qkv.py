@@ -24,7 +24,7 @@ from fathomlm.kernels.wide_rows import many_rows
 
 if triton is not None:
     from fathomlm.kernels.few_rows import few_qkv_rope_write
-    from fathomlm.kernels.paged_write import narrow_entry
+    from fathomlm.kernels.paged_write import put_halves
     from fathomlm.kernels.row_linear import check_rows, row_product, row_scale
     from fathomlm.kernels.wide_rows import wide_norm_qkv_rope_write
 
@@ -76,13 +76,6 @@ def plain_norm_qkv_rope_write(
 
 if triton is not None:
 
-    @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-    def _put(out_ptr, at, low, high, scale, here, HALF: tl.constexpr, LARGEST: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Both halves of a head, the second HALF entries behind the first."""
-        kind: tl.constexpr = out_ptr.dtype.element_ty
-        tl.store(out_ptr + at, narrow_entry(low, scale, kind, LARGEST), mask=here)
-        tl.store(out_ptr + at + HALF, narrow_entry(high, scale, kind, LARGEST), mask=here)
-
     @triton.jit(do_not_specialize=["rows", "slots"])  # type: ignore[untyped-decorator,unused-ignore]
     def _norm_qkv_kernel(  # type: ignore[no-untyped-def]
         x_ptr, x_stride, weight_ptr, scales_ptr, cos_ptr, cos_stride, sin_ptr, sin_stride, q_ptr, k_ptr, v_ptr, slots_ptr,
@@ -115,14 +108,14 @@ if triton is not None:
             high = high * cos_high + low * sin_high
             low = turned
         if head < H:
-            _put(q_ptr, (row[:, None] * H + head) * 2 * HALF + pair, low, high, 1.0, here, HALF, LARGEST)
+            put_halves(q_ptr, (row[:, None] * H + head) * 2 * HALF + pair, low, high, 1.0, here, HALF, LARGEST)
         else:
             slot = tl.load(slots_ptr + row, mask=row < rows, other=-1).to(tl.int64)[:, None]
             here = here & (slot >= 0) & (slot < slots)
             if head < H + G:
-                _put(k_ptr, (slot * G + head - H) * 2 * HALF + pair, low, high, k_scale, here, HALF, LARGEST)
+                put_halves(k_ptr, (slot * G + head - H) * 2 * HALF + pair, low, high, k_scale, here, HALF, LARGEST)
             else:
-                _put(v_ptr, (slot * G + head - H - G) * 2 * HALF + pair, low, high, v_scale, here, HALF, LARGEST)
+                put_halves(v_ptr, (slot * G + head - H - G) * 2 * HALF + pair, low, high, v_scale, here, HALF, LARGEST)
 
     def _triton_norm_qkv_rope_write(
         x_NM: Tensor, qkv_WM: RowWeight, eps: float, heads: int, groups: int, cos_ND: Tensor, sin_ND: Tensor,
