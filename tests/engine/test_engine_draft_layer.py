@@ -100,9 +100,10 @@ def test_drafting_may_stop_and_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", DRAFTS)
 @pytest.mark.parametrize(
-    "shape", [{"max_stack": 4}, {"draft_tree": (3, 2)}, {"draft_best": (5, 2)}], ids=["chain", "tree", "best"]
+    ("shape", "sequences"),
+    [({"max_stack": 4}, 1), ({"max_stack": 4}, 4), ({"draft_tree": (3, 2)}, 4), ({"draft_best": (5, 2)}, 1)],
+    ids=["chain of one", "chains", "trees", "best of one"],
 )
-@pytest.mark.parametrize("sequences", [1, 4])
 def test_where_drafting_is_off_a_step_is_the_plain_models(
     name: str, shape: dict[str, Any], sequences: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
