@@ -107,15 +107,6 @@ class DraftBestProgram(DraftLayerProgram):
         sure_Sn = torch.where(asks_Sn, sure_Sn, 0.0).float()
         return sure_Sn, there_SB, tokens_SB, parents_SB, likely_SB, asks_SB, bits_SB, *seen
 
-    def _tree_seen(self, ranks_SB: Tensor, depths_SB: Tensor, bits_SB: Tensor, valid_SB: Tensor) -> tuple[Tensor, ...]:
-        """Positions of rows whose entries are so many behind the last settled token's, and what `tree_metadata` takes."""
-        s = self.parts.state
-        slots_N = self._slots_S.repeat_interleave(ranks_SB.shape[1])
-        ranks_N, positions_N = (
-            torch.where(valid_SB, s.position_S[:-1, None] + by, 0).flatten() for by in (ranks_SB, depths_SB)
-        )
-        return positions_N, bits_SB.flatten(), *self._seen(slots_N, ranks_N, valid_SB.flatten(), positions_N)
-
     def _judge(
         self, live_S: Tensor, many_S: Tensor, drafts: list[Tensor], sures: list[Tensor], variant: SamplingVariant
     ) -> None:

@@ -26,7 +26,6 @@ from fathomlm.decode.draft_layer import DEPTH
 from fathomlm.decode.draft_tree import BestShape, TreeShape
 from fathomlm.decode.exiting import Threshold, thresholds_of
 from fathomlm.engine.device_state import ENTER, IDLE, PrefillBatch
-from fathomlm.engine.kv_pages import AttentionMetadata, attention_for
 from fathomlm.engine.programs.base import (
     BAD,
     DRAFTED,
@@ -39,8 +38,7 @@ from fathomlm.engine.programs.base import (
     ends_sequence,
 )
 from fathomlm.engine.programs.draft_rows import DraftRows, SlotDrafts
-from fathomlm.engine.programs.whole import begin_settled, count_entries, prefill_steps
-from fathomlm.engine.programs.whole import metadata_of as of_slots
+from fathomlm.engine.programs.whole import begin_settled, count_entries, metadata_of, prefill_steps, rows_see
 from fathomlm.engine.sampler import Sampled, note
 from fathomlm.engine.schedule import Placement
 from fathomlm.kernels.best_token import best_and_gap
@@ -123,7 +121,7 @@ class DraftLayerProgram:
         if parts.idle(live_S):
             output.blank(s.spare)
             return
-        seen = of_slots(found, slots_N=self._slots_S)
+        seen = metadata_of(found, slots_N=self._slots_S)
         layers.keep(self._enter(tokens_S, before_SM), self._own, seen, positions_S)
         x_SM = layers.enter(tokens_S)
         x_SM = layers.run(x_SM, parts.plan.steps, seen, positions_S, spend=True, alone=len(live_S) == 1)
@@ -244,13 +242,20 @@ class DraftLayerProgram:
     def _seen(
         self, slots_N: Tensor, ranks_N: Tensor, valid_N: Tensor, positions_N: Tensor | None = None
     ) -> tuple[Tensor, ...]:
-        """What `metadata_of` takes, for rows whose entries have these ranks: with the angles of their positions, by default
-        the same, where kernels want them, lest each pass look them up."""
-        tables_STP, size = self.parts.state.tables_STP, self.parts.page_size
+        """What `metadata_of` takes, for rows whose entries have these ranks, by default their positions."""
         positions_N = ranks_N if positions_N is None else positions_N
-        seen = attention_for(tables_STP, slots_N, torch.zeros_like(slots_N), ranks_N, valid_N, size)
-        angles = tuple(table_PD.index_select(0, positions_N) for table_PD in self._angles)
-        return seen.slot_mapping_N, seen.table_NP, seen.lengths_N, *angles
+        parts = self.parts
+        return rows_see(parts.state.tables_STP, slots_N, ranks_N, valid_N, parts.page_size, self._angles, positions_N)
+
+    def _tree_seen(self, ranks_SB: Tensor, depths_SB: Tensor, bits_SB: Tensor, valid_SB: Tensor) -> tuple[Tensor, ...]:
+        """Positions of rows whose entries are so many behind the last settled token's, and what `tree_metadata` takes. What
+        is the same for every slot may come without that dimension."""
+        s, slots_N = self.parts.state, self._slots_S.repeat_interleave(valid_SB.shape[1])
+        ranks_N, positions_N = (
+            torch.where(valid_SB, s.position_S[:-1, None] + by, 0).flatten() for by in (ranks_SB, depths_SB)
+        )
+        bits_N = bits_SB.expand_as(valid_SB).flatten()
+        return positions_N, bits_N, *self._seen(slots_N, ranks_N, valid_SB.flatten(), positions_N)
 
     def _meet_plain(
         self, scores_SW: Tensor, vocab_W: Tensor | None, x_SM: Tensor, asks_S: Tensor, many_S: Tensor, room_S: Tensor
@@ -314,8 +319,3 @@ class DraftLayerProgram:
         output.ints_NC.copy_(torch.stack([column.flatten() for column in columns], 1))
         output.floats_NC.copy_(torch.stack((sampled.logprobs_N, sures_SJ.flatten()), 1))
         return emits_SJ.flatten()
-
-
-def metadata_of(found: Sequence[Tensor]) -> AttentionMetadata:
-    slot_mapping_N, table_NP, lengths_N, *angles = found
-    return AttentionMetadata(slot_mapping_N, table_NP, lengths_N, angles=(angles[0], angles[1]) if angles else None)

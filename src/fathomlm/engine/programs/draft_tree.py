@@ -22,7 +22,8 @@ from fathomlm.decode.confidence import MEASURES, AtExit
 from fathomlm.decode.draft_tree import TreeShape
 from fathomlm.engine.kv_pages import AttentionMetadata, attention_for
 from fathomlm.engine.programs.base import ProgramContext, SamplingVariant
-from fathomlm.engine.programs.draft_layer import DraftLayerProgram, metadata_of
+from fathomlm.engine.programs.draft_layer import DraftLayerProgram
+from fathomlm.engine.programs.whole import metadata_of
 from fathomlm.engine.sampler import Sampled
 from fathomlm.errors import OptionError
 from fathomlm.kernels.best_token import best_and_gap, best_few
@@ -99,18 +100,9 @@ class DraftTreeProgram(DraftLayerProgram):
         position_S1 = s.position_S[:-1, None]
         there_SC = drafts_Sn.repeat_interleave(width, 1) & (position_S1 + nodes_C < s.capacity_ST[:-1, :1])
         asks_SC = there_SC & (room_S > level + 1)[:, None]
-        positions_N, *seen = self._tree_seen(nodes_C, asks_SC)
+        positions_N, *seen = self._tree_seen(nodes_C, self._depths_J[nodes_C], self._bits_J[nodes_C], asks_SC)
         sure_Sn = torch.where(asks_Sn, sure_Sn, 0.0).float()
         return tokens_NK.view(slots, -1), sure_Sn, there_SC, asks_SC, positions_N, *seen
-
-    def _tree_seen(self, nodes_C: Tensor, valid_SC: Tensor) -> tuple[Tensor, ...]:
-        """Positions of some nodes of every slot, and what `tree_metadata` takes."""
-        s, many = self.parts.state, len(nodes_C)
-        slots_N = self._slots_S.repeat_interleave(many)
-        ranks_SC, positions_SC = (s.position_S[:-1, None] + by_C for by_C in (nodes_C, self._depths_J[nodes_C]))
-        ranks_N, positions_N = (torch.where(valid_SC, each, 0).flatten() for each in (ranks_SC, positions_SC))
-        bits_N = self._bits_J[nodes_C].repeat(len(valid_SC))
-        return positions_N, bits_N, *self._seen(slots_N, ranks_N, valid_SC.flatten(), positions_N)
 
     def _judge(
         self, live_S: Tensor, many_S: Tensor, drafts: list[Tensor], sures: list[Tensor], variant: SamplingVariant
@@ -144,7 +136,7 @@ class DraftTreeProgram(DraftLayerProgram):
         table_N, size = torch.zeros_like(slots_N), self.parts.page_size
         places_N = attention_for(s.tables_STP, slots_N, table_N, ranks_N, inside_SJ.flatten(), size).slot_mapping_N
         index_N = (s.generated_S[:-1, None] + self._depths_J).flatten()
-        return places_N.view_as(there_SJ), index_N, *self._tree_seen(self._nodes_J, there_SJ)
+        return places_N.view_as(there_SJ), index_N, *self._tree_seen(self._nodes_J, self._depths_J, self._bits_J, there_SJ)
 
     def _follow_plain(
         self, live_S: Tensor, there_SJ: Tensor, tokens_SJ: Tensor, sures_SJ: Tensor, chosen_N: Tensor, bad_N: Tensor,

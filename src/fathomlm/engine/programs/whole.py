@@ -98,12 +98,10 @@ def begin(
     token, position, stage = numbers_SC.index_select(0, rows_N)[:, :3].unbind(1)
     ranks_N = entries_ST[rows_N, 0]
     live_N = (stage == ENTER) & (ranks_N < capacity_ST[rows_N, 0])
-    seen = attention_for(tables_STP, rows_N, torch.zeros_like(rows_N), ranks_N, live_N, page_size)
     # Nothing is added up, for which a compiler would call a library: rows of the spare slot all store the same number.
     entries_ST.index_put_((rows_N, torch.zeros_like(rows_N)), ranks_N + live_N.long())
     positions_N = torch.where(live_N, position, 0)
-    turned = tuple(table_PD.index_select(0, positions_N) for table_PD in angles)
-    return token, positions_N, live_N, seen.slot_mapping_N, seen.table_NP, seen.lengths_N, *turned
+    return token, positions_N, live_N, *rows_see(tables_STP, rows_N, ranks_N, live_N, page_size, angles, positions_N)
 
 
 def begin_settled(
@@ -113,13 +111,25 @@ def begin_settled(
     position_S = state.position_S[:-1]
     live_S = (state.stage_S[:-1] == ENTER) & (position_S < state.capacity_ST[:-1, 0])
     positions_S = torch.where(live_S, position_S, 0)
-    seen = attention_for(state.tables_STP, slots_S, torch.zeros_like(slots_S), positions_S, live_S, page_size)
-    turned = tuple(table_PD.index_select(0, positions_S) for table_PD in angles)
-    return state.token_S[:-1], positions_S, live_S, seen.slot_mapping_N, seen.table_NP, seen.lengths_N, *turned
+    seen = rows_see(state.tables_STP, slots_S, positions_S, live_S, page_size, angles, positions_S)
+    return state.token_S[:-1], positions_S, live_S, *seen
 
 
-def metadata_of(found: Sequence[Tensor], slots_N: Tensor) -> AttentionMetadata:
-    """From `begin`: rows of different sequences."""
+def rows_see(
+    tables_STP: Tensor, slots_N: Tensor, ranks_N: Tensor, valid_N: Tensor, page_size: int, angles: tuple[Tensor, ...],
+    positions_N: Tensor,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """What `metadata_of` takes, for rows whose entries have these ranks: with the angles of their positions, where kernels
+    want them, lest each pass look them up."""
+    seen = attention_for(tables_STP, slots_N, torch.zeros_like(slots_N), ranks_N, valid_N, page_size)
+    turned = tuple(table_PD.index_select(0, positions_N) for table_PD in angles)
+    return seen.slot_mapping_N, seen.table_NP, seen.lengths_N, *turned
+
+
+def metadata_of(found: Sequence[Tensor], slots_N: Tensor | None = None) -> AttentionMetadata:
+    """From `rows_see`. `slots_N`: rows are of different sequences, in these slots."""
     slot_mapping_N, table_NP, lengths_N, *angles = found
     known = (angles[0], angles[1]) if angles else None
-    return AttentionMetadata(slot_mapping_N, table_NP, lengths_N, angles=known, apart=True, slots_N=slots_N)
+    return AttentionMetadata(
+        slot_mapping_N, table_NP, lengths_N, angles=known, apart=slots_N is not None, slots_N=slots_N
+    )  # fmt: skip
