@@ -230,6 +230,19 @@ def test_dropped_layers_are_named_in_the_card_with_losses_and_a_command_that_par
     assert f"source: {out}" in capsys.readouterr().out
 
 
+def test_a_greedy_search_names_its_order(readable, tmp_path, capsys):
+    base, text = readable
+    words = ["--drop", "2", "--by", "greedy", "--calibrate", text, "--calibrate-tokens", "512"]
+    assert main(["convert", base, str(tmp_path / "small"), *words, "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert len(record["dropped_in_order"]) == 2
+    assert record["kept_layers"] == [layer for layer in range(8) if layer not in record["dropped_in_order"]]
+    assert main(["export", base, str(tmp_path / "hf"), *words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["layers"] == 6
+    assert main(["convert", base, str(tmp_path / "other"), *words[:2], *words[4:], "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["dropped_in_order"] is None
+
+
 def test_the_card_of_a_looped_model_says_what_runs_where_and_what_it_costs(plain, tmp_path, capsys):
     out = tmp_path / "m"
     assert main(["convert", str(plain), str(out), "--relax", "lora", "--rank", "64"]) == 0
@@ -273,6 +286,7 @@ def test_export_drops_layers_on_the_way(readable, tmp_path, capsys):
         (["--by", "last"], "--by requires --drop"),
         (["--drop", "2", "--by", "influnce"], "did you mean 'influence'"),
         (["--drop", "2", "--by", "influence"], "requires calibration text"),
+        (["--drop", "2", "--by", "greedy"], "requires calibration text"),
         (["--drop", "2", "--calibrate", "nowhere.txt"], "nowhere.txt"),
         (["--calibrate-tokens", "5"], "--calibrate-tokens requires --calibrate"),
         (["--budget", "0.5"], "requires a lora or dora relaxation"),

@@ -13,6 +13,7 @@ import fathomlm
 from fathomlm.errors import OptionError
 from fathomlm.train.data.corpus import Corpus
 from fathomlm.train.recipe import Recipe
+from fathomlm.train.report import SilentWatcher, measuring
 from fathomlm.train.run import train
 from fathomlm.train.setup import build_student
 from fathomlm.train.student import read_student
@@ -47,6 +48,29 @@ def test_influence_is_measured_over_the_corpus(recipe: Make, teacher: Path, toke
     assert torch.equal(student.decoder.layers[1].mlp.up.weight, expected.decoder.layers[1].mlp.up.weight)
 
 
+def test_a_greedy_search_reads_the_corpus(recipe: Make, teacher: Path, token_corpus: Path) -> None:
+    corpus = Corpus.open(token_corpus)
+    made = of(recipe, teacher, drop=2, by="greedy", calibrate=1024)
+    told: list[tuple[int, int]] = []
+    student = build_student(made, corpus, on_layer=lambda done, total: told.append((done, total)))
+    rows = torch.from_numpy(corpus.stream("train").read(0, 1024)).view(-1, 64)
+    found = fathomlm.measure_activations(str(teacher), rows, moments=False, greedy=2)
+    assert student.config.kept_layers == [layer for layer in range(4) if layer not in found.order]
+    assert told[-1] == (4 + 4 + 3, 4 + 4 + 3)
+    assert read_student(made).architecture.layers == 2
+
+
+def test_a_long_measurement_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    notes: list[str] = []
+    watcher = SilentWatcher()
+    monkeypatch.setattr(watcher, "note", notes.append)
+    tell = measuring(watcher)
+    tell(1, 9)
+    monkeypatch.setattr("fathomlm.checkpoints.heartbeat.EVERY", 0.0)
+    tell(2, 9)
+    assert notes == ["measuring layers: 2 of 9"]
+
+
 def test_tied_and_relaxed_by_activations(recipe: Make, teacher: Path, token_corpus: Path) -> None:
     made = of(recipe, teacher, recursions=2, sharing="cycle", relax="lora", rank=4, relax_init="aware", calibrate="1k")
     student = build_student(made, Corpus.open(token_corpus))
@@ -62,6 +86,7 @@ def test_tied_and_relaxed_by_activations(recipe: Make, teacher: Path, token_corp
     [
         ({"by": "last"}, r"model\.by requires model\.drop"),
         ({"drop": 1, "by": "influence"}, r"model\.by: influence requires model\.calibrate"),
+        ({"drop": 1, "by": "greedy"}, r"model\.by: greedy requires model\.calibrate"),
         ({"drop": 1, "by": "lst"}, "did you mean 'last'"),
         ({"calibrate": 1024}, r"model\.calibrate requires model\.drop"),
         ({"recursions": 2, "init": "aligned"}, r"model\.init: aligned requires model\.calibrate"),

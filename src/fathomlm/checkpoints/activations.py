@@ -6,6 +6,8 @@ checkpoint that is converted a tensor at a time is calibrated so too. Of each la
     its influence            1 - cos(residual stream in front of it, behind it), the mean over tokens (ShortGPT)
     second moments           mean x x^T over tokens of each linear's input x, by which an error of its weight counts
 
+A greedy search for layers to leave out (`drop_order.py`) may follow; it holds the whole model.
+
 Moments are as large as the squares of the widths, so they lie in a temporary directory until a conversion reads them.
 
 Shapes: N rows, T tokens of a row, M hidden width, I inputs of a linear.
@@ -26,7 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fathomlm.cache import NoCache
-from fathomlm.checkpoints.assemble import BaseCheckpoint, OnProgress, configure, empty_model, put, telling
+from fathomlm.checkpoints.assemble import BaseCheckpoint, OnProgress, configure, empty_model, put_base, telling
+from fathomlm.checkpoints.drop_order import candidates, drop_order, row_loss, shifted
 from fathomlm.checkpoints.resolve import plain_base
 from fathomlm.checkpoints.tying import CALIBRATION_TOKENS
 from fathomlm.depth import DepthPlan
@@ -60,6 +63,10 @@ class Activations:
     """The layers of the measured model that these are of, in order."""
     directory: tempfile.TemporaryDirectory[str] | None = field(repr=False)
     """Where second moments lie, a file for each layer; None where they were not asked for."""
+    order: tuple[int, ...] = ()
+    """The layers that a greedy search leaves out, the first one first; empty where it was not asked for."""
+    order_losses: tuple[float, ...] = ()
+    """Over the rows that are not held out, without the layers up to each of them, in nats a token."""
 
     def moment(self, layer: int, linear: str) -> Tensor:
         """The second moments (I, I) of what a linear reads, in float32."""
@@ -71,14 +78,15 @@ class Activations:
     def of(self, layers: Sequence[int]) -> Activations:
         """The same of some of the layers, as of a model that has only those."""
         influence = tuple(self.influence[layer] for layer in layers)
-        return dataclasses.replace(self, layers=tuple(self.layers[layer] for layer in layers), influence=influence)
+        picked = tuple(self.layers[layer] for layer in layers)
+        return dataclasses.replace(self, layers=picked, influence=influence, order=(), order_losses=())
 
     @torch.no_grad()
     def loss_of(self, model: FathomForCausalLM) -> float:
         """What another model, such as the converted one, loses over the held-out rows."""
         decoder = model.decoder
         rows = self.held_out_NT.to(decoder.embed.weight.device)
-        return sum(_loss(decoder.logits(decoder(row[None]))[0], row) for row in rows) / len(rows)
+        return sum(row_loss(decoder.logits(decoder(row[None]))[0], row) for row in rows) / len(rows)
 
 
 def token_rows(texts: Iterable[str], base: BaseCheckpoint, tokens: int = CALIBRATION_TOKENS) -> Tensor:
@@ -107,16 +115,20 @@ def measure_activations(
     *,
     tokens: int = CALIBRATION_TOKENS,
     moments: bool = True,
+    greedy: int = 0,
     device: torch.device | str = "cpu",
     on_layer: OnProgress | None = None,
 ) -> Activations:
     """Run `text`, of which about so many `tokens` are read (or rows of tokens, N x T), through a plain decoder-only model,
     layer by layer, in float32. The same rows give the same numbers on the same machine. Without `moments` only the layers'
-    influence and the loss are measured."""
+    influence and the loss are measured. `greedy` layers are left out one at a time, for `by="greedy"`: hundreds of
+    forward passes over the text, with the whole model in memory."""
     base = plain_base(model)
     architecture = base.architecture
     if not base.plan.plain or architecture.cross:
         raise OptionError("calibration requires a plain decoder-only model")
+    if not 0 <= greedy < architecture.layers:
+        raise OptionError(f"greedy must be between 0 and {architecture.layers - 1}, got {greedy}")
     rows_NT = text if isinstance(text, Tensor) else token_rows(text, base, tokens)
     if not 0 <= int(rows_NT.min()) <= int(rows_NT.max()) < architecture.vocab:
         raise DataError(f"the calibration rows have tokens beyond the model's vocabulary of {architecture.vocab:,}")
@@ -124,14 +136,15 @@ def measure_activations(
     measured = empty_model(configure(architecture, plan, None, base.tokens, torch.float32)).eval()
     outer = ("embed", "norm", "head")
     for name in [name for name, _ in measured.decoder.named_parameters() if name.split(".")[0] in outer]:
-        _put(measured, name, base, place)
+        put_base(measured, name, base, place)
     kept, held_out = _split(rows_NT.to(place))
+    total = architecture.layers + candidates(architecture.layers, greedy)
     streams = [measured.decoder.enter(rows) for rows in (*kept, *held_out)]
     directory = tempfile.TemporaryDirectory(prefix="fathomlm-moments-") if moments else None
     influence: list[float] = []
-    for step in telling(plan.steps, on_layer):
+    for step in telling(plan.steps, shifted(on_layer, 0, total)):
         for name in architecture.layer_shapes():
-            _put(measured, f"layers.{step.layer}.{name}", base, place)
+            put_base(measured, f"layers.{step.layer}.{name}", base, place)
         layer = measured.decoder.layers[step.layer]
         sums, cosines = _ActivationSums(), 0.0
         for i, x_NTM in enumerate(streams):
@@ -144,9 +157,11 @@ def measure_activations(
         influence.append(1 - cosines / read)
         if directory is not None:
             torch.save({name: (total / read).cpu() for name, total in sums.totals.items()}, _file(directory, step.layer))
-        layer.to("meta")
+        if not greedy:
+            layer.to("meta")
     ends = zip(torch.cat(streams[len(kept) :]), torch.cat(held_out), strict=True)
-    losses = [_loss(measured.decoder.logits(measured.decoder.norm(x_TM)), row_T) for x_TM, row_T in ends]
+    losses = [row_loss(measured.decoder.logits(measured.decoder.norm(x_TM)), row_T) for x_TM, row_T in ends]
+    found = drop_order(measured.decoder, kept, greedy, shifted(on_layer, architecture.layers, total))
     return Activations(
         tokens=rows_NT.numel(),
         influence=tuple(influence),
@@ -154,6 +169,8 @@ def measure_activations(
         held_out_NT=torch.cat(held_out).cpu(),
         layers=tuple(range(architecture.layers)),
         directory=directory,
+        order=tuple(layer for layer, _ in found),
+        order_losses=tuple(loss for _, loss in found),
     )
 
 
@@ -194,15 +211,6 @@ def _split(rows_NT: Tensor) -> tuple[list[Tensor], list[Tensor]]:
     kept = rows_NT[~out] if len(rows_NT) > 1 else rows_NT
     size = max(1, AT_ONCE // rows_NT.shape[1])
     return list(torch.split(kept, size)), list(torch.split(rows_NT[out], size))
-
-
-def _loss(logits_TV: Tensor, row_T: Tensor) -> float:
-    return F.cross_entropy(logits_TV[:-1].float(), row_T[1:]).item()
-
-
-def _put(model: FathomModel, name: str, base: BaseCheckpoint, device: torch.device) -> None:
-    shape = tuple(model.decoder.get_parameter(name).shape)
-    put(model.decoder, name, base.tensor(name), torch.float32, device, shape, "the base checkpoint")
 
 
 def _file(directory: tempfile.TemporaryDirectory[str], layer: int) -> Path:

@@ -267,6 +267,12 @@ def _materialise(module: nn.Module, dtype: torch.dtype, device: torch.device) ->
             setattr(module, name, nn.Parameter(real, requires_grad=parameter.requires_grad))
 
 
+def put_base(model: FathomModel, name: str, base: BaseCheckpoint, device: torch.device) -> None:
+    """One of a base checkpoint's tensors in its place in a model's decoder, in float32."""
+    shape = tuple(model.decoder.get_parameter(name).shape)
+    put(model.decoder, name, base.tensor(name), torch.float32, device, shape, "the base checkpoint")
+
+
 def with_loops(model: Model, loops: int) -> Model:
     """`model` with its core looped another number of times, over the same weights: more depth at test time (Huginn).
     Steps with weights of their own (a relaxation, a router) belong to one number of loops."""

@@ -80,8 +80,8 @@ def convert(
 ) -> FathomModel:
     """A recursive model made from a plain one, given as a loaded model or as any source that `load` takes.
 
-    `drop` leaves out so many layers first, `by` influence, stepwise or last; nothing is tied then unless `sharing` or
-    `recursions` say so. `activations` are what `measure_activations` found of the same model; inits then default to
+    `drop` leaves out so many layers first, `by` influence, greedy, stepwise or last; nothing is tied then unless `sharing`
+    or `recursions` say so. `activations` are what `measure_activations` found of the same model; inits then default to
     influence where they would to stepwise, and to aware. `budget` gives lora and dora the ranks that restore most where the
     whole result has at most this part of the model's bytes, in the same number format.
 
@@ -132,7 +132,8 @@ def convert(
     if activations is not None and len(activations.influence) != base.architecture.layers:
         raise OptionError("the activations were measured on another model: it has another number of layers")
     if drop is not None:
-        kept = kept_layers(base.architecture.layers, drop, by, () if activations is None else activations.influence)
+        found = ((), ()) if activations is None else (activations.influence, activations.order)
+        kept = kept_layers(base.architecture.layers, drop, by, *found)
         base, activations = KeptLayers(base, kept), None if activations is None else activations.of(kept)
     dropped = list(base.layers) if isinstance(base, KeptLayers) else None
     how = "add" if resize is True else resize or None

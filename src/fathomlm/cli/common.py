@@ -268,9 +268,20 @@ class CalibrateOptions:
         texts = (document.fields[0] for document in documents)
         tokens = self.calibrate_tokens or CALIBRATION_TOKENS
         with progress_bar("calibrating") as update:
-            return measure_activations(source, texts, tokens=tokens, moments=moments, device=device, on_layer=update)
+            return measure_activations(
+                source, texts, tokens=tokens, moments=moments, greedy=self.searched, device=device, on_layer=update
+            )
+
+    @property
+    def searched(self) -> int:
+        """How many layers a greedy search is to leave out."""
+        return 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredDropOptions(DropOptions, CalibrateOptions):
     """Which layers are left out, also by what was measured."""
+
+    @property
+    def searched(self) -> int:
+        return (self.drop or 0) if self.by == "greedy" else 0

@@ -99,6 +99,7 @@ class Convert(ForceOptions, DtypeOptions, SeedOptions, JsonOptions):
                 "bytes_share": round(shares[0], 4),
                 "flops_share": round(shares[1], 4),
                 "influence": None if measured is None else [round(each, 5) for each in measured.influence],
+                "dropped_in_order": None if measured is None or not measured.order else list(measured.order),
                 "base_loss": None if measured is None else round(measured.loss, 4),
                 "start_loss": None if loss is None else round(loss, 4),
                 "seconds": round(seconds, 3),

@@ -12,6 +12,7 @@ The baseline without a loop is an ordinary model with fewer layers, of which som
 
     influence  those that change the residual stream least (ShortGPT's block influence, 1 - cos(input, output), measured
                over text)
+    greedy     one after another the one without which the loss over text rises least, all measured again without it
     stepwise   all but those at even intervals, the first and last among them, as stepwise initialisation picks its layers
     last       the last ones
 """
@@ -75,27 +76,33 @@ def spread(first: int, last: int, count: int) -> list[int]:
     return [*(round(i * gap + first) for i in range(count - 1)), last]
 
 
-def by_influence(layers: int, kept: int, influence: Sequence[float]) -> list[int]:
+def by_influence(layers: int, kept: int, influence: Sequence[float], order: Sequence[int]) -> list[int]:
     return most_influential(range(layers), kept, influence)
 
 
-def stepwise(layers: int, kept: int, influence: Sequence[float]) -> list[int]:
+def greedy(layers: int, kept: int, influence: Sequence[float], order: Sequence[int]) -> list[int]:
+    gone = order[: layers - kept]
+    return [layer for layer in range(layers) if layer not in gone]
+
+
+def stepwise(layers: int, kept: int, influence: Sequence[float], order: Sequence[int]) -> list[int]:
     return spread(0, layers - 1, kept)
 
 
-def last(layers: int, kept: int, influence: Sequence[float]) -> list[int]:
+def last(layers: int, kept: int, influence: Sequence[float], order: Sequence[int]) -> list[int]:
     return list(range(kept))
 
 
-DROPS: dict[str, Callable[[int, int, Sequence[float]], list[int]]] = {
+DROPS: dict[str, Callable[[int, int, Sequence[float], Sequence[int]], list[int]]] = {
     "influence": by_influence,
+    "greedy": greedy,
     "stepwise": stepwise,
     "last": last,
 }
-"""Every way by its name in options and recipes: the layers that are kept, from how many there are, how many are kept, and
-the influence of each (empty where none was measured)."""
-MEASURED = ("influence",)
-"""Those that ask for the layers' influence."""
+"""Every way by its name in options and recipes: the layers that are kept, from how many there are, how many are kept, the
+influence of each, and the order in which a greedy search leaves them out (both empty where they were not measured)."""
+MEASURED = ("influence", "greedy")
+"""Those that are measured over text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,11 +112,14 @@ class DropOptions:
     drop: int | None = option(None, ge=0, help="leave out N layers; the result is an ordinary model with fewer", metavar="N")
     by: str | None = option(
         None, choices=tuple(DROPS), default_text="influence with --calibrate, otherwise stepwise", requires=("drop",),
-        help="--drop: those that change the text least (influence), all but evenly spaced ones (stepwise), or the last",
+        help="--drop: those that change the text least (influence), one at a time the one that raises the loss least "
+        "(greedy, slow), all but evenly spaced ones (stepwise), or the last",
     )  # fmt: skip
 
 
-def kept_layers(layers: int, drop: int, by: str | None = None, influence: Sequence[float] = ()) -> tuple[int, ...]:
+def kept_layers(
+    layers: int, drop: int, by: str | None = None, influence: Sequence[float] = (), order: Sequence[int] = ()
+) -> tuple[int, ...]:
     """The layers that stay where `drop` of them go: by influence where that was measured, stepwise otherwise."""
     by = by or ("influence" if influence else "stepwise")
     if by not in DROPS:
@@ -117,8 +127,10 @@ def kept_layers(layers: int, drop: int, by: str | None = None, influence: Sequen
     if not 0 <= drop < layers:
         raise OptionError(f"drop must be between 0 and {layers - 1}, one less than the model's {layers} layers; got {drop}")
     if by in MEASURED and not influence:
-        raise OptionError(f"by {by} requires calibration text, over which layers' influence is measured (--calibrate FILE)")
-    return tuple(DROPS[by](layers, layers - drop, influence))
+        raise OptionError(f"by {by} requires calibration text, over which layers are measured (--calibrate FILE)")
+    if by == "greedy" and len(order) < drop:
+        raise OptionError(f"by greedy requires an order of {drop} layers: measure the activations with greedy={drop}")
+    return tuple(DROPS[by](layers, layers - drop, influence, order))
 
 
 def most_influential(layers: Sequence[int], count: int, influence: Sequence[float]) -> list[int]:

@@ -11,6 +11,8 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
+from fathomlm.checkpoints.assemble import OnProgress
+from fathomlm.checkpoints.heartbeat import Heartbeat
 from fathomlm.checkpoints.writing import make_directories, sync_directory, whole_file
 from fathomlm.errors import DataError, OptionError, writing
 from fathomlm.jsonfile import parse_object
@@ -39,6 +41,17 @@ class SilentWatcher:
     def record(self, record: Record) -> None: ...
 
     def note(self, text: str) -> None: ...
+
+
+def measuring(watcher: Watcher) -> OnProgress:
+    """Tells a watcher, every half minute, how far the measurement of a source's layers is."""
+    heartbeat = Heartbeat(bar=False)
+
+    def tell(done: int, total: int) -> None:
+        if heartbeat.due():
+            watcher.note(f"measuring layers: {done:,} of {total:,}")
+
+    return tell
 
 
 class Reporter:

@@ -34,7 +34,7 @@ from fathomlm.train.loop import PendingStep, SpeedMeter, Stepper, StepResult, st
 from fathomlm.train.objective import Objective
 from fathomlm.train.optim import STATE_BYTES, build_optimizer, choose_trained
 from fathomlm.train.recipe import Recipe
-from fathomlm.train.report import Record, Reporter, SilentWatcher, Watcher
+from fathomlm.train.report import Record, Reporter, SilentWatcher, Watcher, measuring
 from fathomlm.train.schedule import LearningRate, micro_batch_size, plan_steps
 from fathomlm.train.seq2seq import equip_encoder
 from fathomlm.train.setup import (
@@ -101,7 +101,7 @@ class TrainingRun:
             read_source(source)
         self._data = open_data(recipe, world, on_prepare)
         torch.manual_seed(recipe.seed)
-        self._student = build_student(recipe, self._data.corpus)
+        self._student = build_student(recipe, self._data.corpus, world.device, measuring(watcher))
         self._data = as_the_model_reads(self._data, self._student)
         distill = recipe.loss.distill
         kept = distill is not None and distill.cache is not None

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fathomlm.checkpoints.activations import ROW, Activations, measure_activations
-from fathomlm.checkpoints.assemble import TokenIds, configure, empty_model, end_ids, finish, replan
+from fathomlm.checkpoints.assemble import OnProgress, TokenIds, configure, empty_model, end_ids, finish, replan
 from fathomlm.checkpoints.convert import convert
 from fathomlm.checkpoints.resolve import architecture_of, describe, load, plain_base
 from fathomlm.decode.prompts import end_tokens
@@ -107,12 +107,15 @@ def _prepare_options(data: DataRecipe) -> PrepareOptions:
     )
 
 
-def build_student(recipe: Recipe, corpus: Corpus) -> FathomModel:
-    """The model to train, in float32, with the exits that the recipe trains."""
+def build_student(
+    recipe: Recipe, corpus: Corpus, device: torch.device | str = "cpu", on_layer: OnProgress | None = None
+) -> FathomModel:
+    """The model to train, in float32, on the CPU, with the exits that the recipe trains. A search for layers to drop runs
+    on `device`; `on_layer` is told how far the measurement of a source is."""
     tokenizer = corpus.load_tokenizer()
     model = recipe.model
     if model.source is not None:
-        student = _from_source(model, recipe.seed, corpus)
+        student = _from_source(model, recipe.seed, corpus, device, on_layer)
         if student.tokenizer is not None:
             corpus.check_tokenizer(student.tokenizer)
     else:
@@ -173,10 +176,13 @@ def build_teacher(recipe: Recipe, corpus: Corpus, student: FathomModel, world: W
     return teacher
 
 
-def _from_source(model: ModelRecipe, seed: int, corpus: Corpus) -> FathomModel:
+def _from_source(
+    model: ModelRecipe, seed: int, corpus: Corpus, device: torch.device | str, on_layer: OnProgress | None
+) -> FathomModel:
     assert model.source is not None
     check_tying(model, *architecture_of(model.source)[1:])
-    dropping: dict[str, Any] = {"drop": model.drop, "by": model.by, "activations": _activations(model, corpus)}
+    measured = _activations(model, corpus, device, on_layer)
+    dropping: dict[str, Any] = {"drop": model.drop, "by": model.by, "activations": measured}
     if model.recursions == 1:
         if model.drop is None:
             loaded = load(model.source, dtype=torch.float32)
@@ -191,7 +197,9 @@ def _from_source(model: ModelRecipe, seed: int, corpus: Corpus) -> FathomModel:
     return replan(tied, route_plan(model, tied.plan), seed=seed)
 
 
-def _activations(model: ModelRecipe, corpus: Corpus) -> Activations | None:
+def _activations(
+    model: ModelRecipe, corpus: Corpus, device: torch.device | str, on_layer: OnProgress | None
+) -> Activations | None:
     """What the source's layers do to the beginning of the training split, where a recipe asks."""
     if model.calibrate is None:
         return None
@@ -201,7 +209,9 @@ def _activations(model: ModelRecipe, corpus: Corpus) -> Activations | None:
     if (length := min(ROW, base.architecture.context)) > tokens:
         raise OptionError(f"model.calibrate must be >= {length}, a row of tokens, and the corpus as long; got {tokens:,}")
     rows = torch.from_numpy(stream.read(0, tokens // length * length)).view(-1, length)
-    return measure_activations(base, rows, moments=model.relax is not None or model.init == "aligned")
+    moments, greedy = model.relax is not None or model.init == "aligned", (model.drop or 0) if model.by == "greedy" else 0
+    place = device if greedy else "cpu"  # a pass is soon done anywhere, and the same on every machine; a search is not
+    return measure_activations(base, rows, moments=moments, greedy=greedy, device=place, on_layer=on_layer)
 
 
 def _from_scratch(model: ModelRecipe, seed: int, corpus: Corpus, tokenizer: Any) -> FathomModel:
