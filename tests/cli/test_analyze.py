@@ -108,7 +108,7 @@ def test_mistakes_are_one_line_and_leave_nothing(
     (tmp_path / "work" / "short.txt").write_text("six feet")
     assert "a context of 64 requires 65" in routing(routed, "--data", "work/short.txt")
     (tmp_path / "work" / "empty.jsonl").write_text("")
-    assert "hold 0 tokens" in routing(routed, "--data", "work/empty.jsonl")
+    assert "empty.jsonl has no text" in routing(routed, "--data", "work/empty.jsonl")
     assert "work exists; choose another name" in routing(routed, "--data", data, "--out", "work")
     assert "does not look like a routing analysis" in routing(routed, "--data", data, "--out", "work", "--force")
     kv = partial(mistake, "kv")

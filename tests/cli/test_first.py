@@ -43,6 +43,10 @@ def _mistakes(text: Path, taken: Path, port: int) -> dict[str, tuple[list[str], 
     cases = {f"model of {' '.join(words[:2])}": (_with_model(words, "smollm2-135n"), TYPO) for words in typo}
     train = ["train", "tiny", "--out", str(taken)]
     new = ["--out", str(taken / "new")]
+    empty, rows, wrong = (text.with_name(name) for name in ("empty.txt", "rows.jsonl", "wrong.yaml"))
+    empty.write_text("\n")
+    rows.write_text('{"txt": "some text"}\n')
+    wrong.write_text("name: x\nmodle: 3\n")
     return cases | {
         "hub id": (["generate", "nobody/nothing", "-p", "x"], "nobody/nothing: the hub cannot be reached"),
         "no model directory": (["generate", str(taken), "-p", "x"], "has no config.json"),
@@ -61,6 +65,9 @@ def _mistakes(text: Path, taken: Path, port: int) -> dict[str, tuple[list[str], 
         "export a file": (["export", "smollm2-135m", str(text), "--format", "gguf"], "exists; choose another name"),
         "analyze into": (["analyze", "weights", "smollm2-135m", "--out", str(taken)], "exists; choose another name"),
         "no text": (["eval", "ppl", "smollm2-135m", "--data", str(text.with_suffix(".txd"))], "does not exist"),
+        "empty text": (["eval", "ppl", "smollm2-135m", "--data", str(empty)], "empty.txt has no text"),
+        "empty text to analyze": (["analyze", "kv", "smollm2-135m", "--data", str(empty), *new], "empty.txt has no text"),
+        "no column": (["calibrate", "smollm2-135m", "--data", str(rows)], "no column 'text' (did you mean 'txt'?)"),
         "no samples": (["eval", "generate", "smollm2-135m", "--metric", "squad", "--data", "none.jsonl"], "does not exist"),
         "results": (["eval", "tasks", "smollm2-135m", "--tasks", "piqa", "--out", str(text)], "exists; choose another name"),
         "no source": (["data", "prepare", "nope.txt", "out", "--tokenizer", "bytes"], "the source nope.txt does not exist"),
@@ -81,6 +88,7 @@ def _mistakes(text: Path, taken: Path, port: int) -> dict[str, tuple[list[str], 
         "device of a study": (["study", "run", "tiny", "--corpus", "x", "--device", "gpu"], "unknown device 'gpu'"),
         "nothing to plan": (["plan"], "nothing to plan: give --budget FLOPS, --runs DIR or --gpu-memory SIZE"),
         "recipe": (["train", "tinny"], "unknown recipe 'tinny' (did you mean 'tiny'?)"),
+        "field of a file": (["train", str(wrong), "--name", "y"], f"{wrong}: unknown field 'modle' (did you mean 'model'?)"),
         "field": ([*train, "--optimizer.lrr", "1"], "unknown field in optimizer 'lrr'"),
         "run": (train, "holds a run at step 100; --resume continues it"),
         "device of a run": (["train", "tiny", *new, "--device", "gpu"], "unknown device 'gpu'"),

@@ -219,6 +219,22 @@ def test_files_that_are_no_recipes(text, message, tmp_path):
     assert "\n" not in str(caught.value)
 
 
+def test_what_is_wrong_in_a_file_names_it_and_what_is_typed_does_not(tmp_path):
+    path = tmp_path / "x.yaml"
+
+    def refusal(fields, *words):
+        path.write_text(yaml.safe_dump(BASE | fields))
+        with pytest.raises(OptionError) as caught:
+            read_recipe(path, words)
+        return str(caught.value)
+
+    assert refusal({"modle": 1}) == f"{path}: unknown field 'modle' (did you mean 'model'?)"
+    assert refusal({"batch": {"sequences": 0}}, "--name", "x") == f"{path}: batch.sequences must be >= 1, got 0"
+    assert refusal({"batch": {"sequences": "much"}}).startswith(f"{path}: batch.sequences must be an integer")
+    assert refusal({}, "--batch.sequences", "0") == "batch.sequences must be >= 1, got 0"
+    assert refusal({}, "--batch.sequences", "much").startswith("recipe: batch.sequences must be an integer")
+
+
 def test_recipes_that_are_not_there(tmp_path):
     with pytest.raises(OptionError, match=r"unknown recipe 'tinny' \(did you mean 'tiny'\?\)"):
         read_recipe("tinny")

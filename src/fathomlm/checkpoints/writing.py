@@ -163,22 +163,20 @@ def _open_to_readers(directory: Path) -> None:
 
 
 def _swap(temporary: Path, out: Path) -> None:
-    old: Path | None = None
-    if out.exists():
-        old = out.parent / f".{out.name}.replaced-{os.getpid()}"
-        out.rename(old)
+    old = out.parent / f".{out.name}.replaced-{os.getpid()}"
     try:
+        if out.exists():
+            out.rename(old)
         temporary.rename(out)
-    except OSError:
-        if old is not None:
+    except BaseException:  # Ctrl-C among them: what was there gets its name back
+        if not os.path.lexists(out) and old.exists():
             old.rename(out)
         raise
     try:
         sync_directory(out.parent)
     except OSError as error:
         raise OutputError(f"{out} is complete, but may not survive a power failure: {error.strerror or error}") from error
-    if old is not None:
-        shutil.rmtree(old, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _discard(temporary: Path, made: list[Path]) -> None:

@@ -19,7 +19,7 @@ from fathomlm.cli.first import check_device, check_model, check_pack, check_text
 from fathomlm.decode.sampling import Sampling
 from fathomlm.depth.sharing import DropOptions
 from fathomlm.errors import DataError, OptionError
-from fathomlm.options import like, option
+from fathomlm.options import ChecksFirst, like, option
 from fathomlm.packaged import packaged_path
 from fathomlm.train.data import PrepareOptions
 
@@ -166,13 +166,23 @@ class ColumnOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextOptions(ColumnOptions):
+class TextOptions(ColumnOptions, ChecksFirst):
     """For commands that read documents."""
 
     data: tuple[str, ...] = option(
         metavar="FILE", first=check_text,
         help="text (.txt, .md), JSON Lines (.jsonl, also .gz, .xz, .zst) or Parquet; repeatable",
     )  # fmt: skip
+
+    def check_first(self) -> None:
+        """Files without text, or without the column, are refused at once; the hub and a corpus are read later."""
+        from fathomlm.train.data.sources import expand
+
+        if not self.data:
+            return
+        corpora = any((Path(source).expanduser() / "corpus.json").is_file() for source in self.data)
+        if not corpora and all(source.kind != "hub" for source in expand(self.data)):
+            read_documents(self.data, self.column, 1)
 
 
 @dataclass(frozen=True, kw_only=True)

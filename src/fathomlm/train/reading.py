@@ -22,9 +22,27 @@ from fathomlm.train.recipe import ExitRecipe, Recipe
 
 
 def read_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe in a file, with fields changed by `--section.field value` words; checked."""
-    values = {} if path is None else read_yaml(find_recipe(path))
-    return build_recipe(values, overrides)
+    """The recipe in a file, with fields changed by `--section.field value` words; checked. What is wrong in the file names
+    it, what the words made wrong does not."""
+    if path is None:
+        return build_recipe({}, overrides)
+    file = find_recipe(path)
+    values = read_yaml(file)
+    try:
+        return build_recipe(values, overrides)
+    except OptionError as error:
+        if overrides and str(error) != _refusal(values):
+            raise
+        raise OptionError(f"{file}: {str(error).removeprefix('recipe: ')}") from error
+
+
+def _refusal(values: dict[str, Any]) -> str | None:
+    """Why no recipe can be built from values, if none can."""
+    try:
+        build_recipe(values)
+    except OptionError as error:
+        return str(error)
+    return None
 
 
 def build_recipe(values: dict[str, Any], overrides: Sequence[str] = ()) -> Recipe:

@@ -105,6 +105,10 @@ class TextAnalysis(AnalysisOptions, ModelOptions, TextOptions):
     )  # fmt: skip
     context: int | None = option(None, ge=1, help="tokens per row", default_text="the model's context, at most 1024")
 
+    def check_first(self) -> None:
+        AnalysisOptions.check_first(self)
+        TextOptions.check_first(self)
+
     @property
     def source(self) -> str:
         return self.model
