@@ -53,7 +53,7 @@ CASES = [
 PROMPTS = [("1.7B", 4, 2046), ("360M", 16, 512)]
 GATING = [(1024, 4), (512, 4), (512, 2), (1024, 8), (2048, 8), (4096, 8)]
 """Columns and warps of a program of the pass behind gate and up."""
-MOST_SPLITS, VOCAB = 4, 49152
+MOST_SPLITS, VOCAB = 8, 49152
 NEAR = 2**-6
 """By how much of the largest number a candidate may be off, in bfloat16."""
 
@@ -70,7 +70,8 @@ class Setting(NamedTuple):
 
 
 def candidates(shape: str) -> list[Setting]:
-    """Tiles of entries, warps, stages and splits. `ahead` and `beside`, each of which is also tried without the other."""
+    """Tiles of entries, warps, stages and splits, even ones and shares. `ahead` and `beside`, each of which is also tried
+    without the other."""
     tiles = [
         (16, 1, 4), (16, 1, 8), (32, 1, 2), (32, 1, 3), (32, 1, 4), (32, 1, 6), (64, 1, 2), (64, 1, 3), (64, 1, 4),
         (32, 2, 3), (32, 2, 4), (32, 2, 6), (64, 2, 2), (64, 2, 3), (64, 2, 4), (64, 4, 2), (64, 4, 3), (64, 4, 4),
@@ -87,6 +88,8 @@ def candidates(shape: str) -> list[Setting]:
     ]
     split = [tile for tile in tiles if tile in ((32, 1, 4), (64, 1, 3), (64, 2, 3), (128, 4, 3))]
     found += [Setting(new(*tile), splits) for tile in split for splits in (2, 4)]
+    even = [(AttentionBlocks(32, 2, 4), (64, 128, 256)), (new(32, 2, 4), (128, 256)), (new(64, 2, 3), (128, 256))]
+    found += [Setting(blocks._replace(share=share), MOST_SPLITS) for blocks, shares in even for share in shares]
     return found
 
 
@@ -102,7 +105,7 @@ def prefill_candidates() -> list[AttentionBlocks]:
 def in_use(shape: str, rows: int, longest: int, way: str) -> Setting:
     _, _, _, G, D = SHAPES[shape]
     splits = choose_splits(rows, G, longest)
-    return Setting(attention_blocks(D, 2, rows * G * splits), splits, way)
+    return Setting(attention_blocks(D, 2, rows * G), splits, way)
 
 
 def bf16(*shape: int) -> Tensor:
@@ -297,7 +300,7 @@ def show(record: Record, most: int = 3) -> None:
         for one in kept:
             tile = f"entries {one['entries']} warps {one['warps']} stages {one['stages']} splits {one['splits']}"
             mark, share = "*" if one["in_use"] else " ", record["floor_us"] / one["us"]
-            how = " ahead" * one["ahead"] + " beside" * one["beside"]
+            how = " ahead" * one["ahead"] + " beside" * one["beside"] + f" share {one['share']}" * bool(one["share"])
             print(f"{mark} {record['case']:15} {way:5} {one['us']:7.2f} us {share:6.1%}  {tile}{how}")
     for one in [one for one in record["tried"] if "error" in one][:2]:
         print("!", record["case"], one)

@@ -210,11 +210,27 @@ def test_paged_attention(heads: int, groups: int, head_dim: int, splits: int, wi
     q, pages = random(len(lengths), heads, head_dim), Pages.build(random, lengths, groups, head_dim, page=8)
     wanted = paged_attention.plain_paged_attention(q, *pages, 0.3, window)
     workspace = torch.full((attention_blocks.workspace_size(6, heads, head_dim, splits),), torch.nan)
-    for entries, ahead in ((16, False), (16, True), (32, True)):
-        blocks = attention_blocks.AttentionBlocks(entries, ahead=ahead, beside=ahead)
+    for entries, ahead, share in ((16, False, 0), (16, True, 48), (32, True, 32)):
+        blocks = attention_blocks.AttentionBlocks(entries, ahead=ahead, beside=ahead, share=share)
         fast = row_attention.attend_rows(q, *pages, 0.3, window, splits, workspace, blocks=blocks)
         torch.testing.assert_close(fast, wanted, **NEAR)
     assert not fast[0].any()
+
+
+def test_rows_of_one_share_are_one_programs() -> None:
+    """What is handed over between programs belongs to the long rows alone, and nobody is waited for afterwards."""
+    random = randoms()
+    lengths, heads, splits = [0, 1, 32, 33, 64, 65, 300], 6, 4
+    q, pages = random(len(lengths), heads, 16), Pages.build(random, lengths, 2, 16, page=8)
+    workspace = torch.full((attention_blocks.workspace_size(len(lengths), heads, 16, splits),), torch.nan)
+    arrived = torch.zeros(len(lengths) * 2, dtype=torch.int32)
+    blocks = attention_blocks.AttentionBlocks(16, share=32)
+    fast = row_attention.attend_rows(q, *pages, 0.3, None, splits, workspace, arrived=arrived, blocks=blocks)
+    torch.testing.assert_close(fast, paged_attention.plain_paged_attention(q, *pages, 0.3), **NEAR)
+    found = workspace[: len(lengths) * heads * splits * 16].view(len(lengths), heads, splits, 16)
+    used = ~found.isnan().all(-1).all(1)
+    assert used.sum(1).tolist() == [0, 0, 0, 2, 2, 3, 4]
+    assert not arrived.any()
 
 
 @pytest.mark.parametrize("splits", [1, 3])
@@ -224,8 +240,8 @@ def test_paged_attention_from_a_start_of_its_own(splits: int) -> None:
     lengths, starts = [0, 1, 9, 40, 70, 70, 130], torch.tensor([0, 0, 8, 0, 17, 64, 31], dtype=torch.int32)
     q, pages = random(7, 6, 16), Pages.build(random, lengths, 2, 16, page=8)
     wanted = paged_attention.plain_paged_attention(q, *pages, 0.3, starts_N=starts)
-    for entries in (16, 32):
-        blocks = attention_blocks.AttentionBlocks(entries)
+    for entries, share in ((16, 0), (16, 32), (32, 32)):
+        blocks = attention_blocks.AttentionBlocks(entries, share=share)
         fast = row_attention.attend_rows(q, *pages, 0.3, splits=splits, blocks=blocks, starts_N=starts)
         torch.testing.assert_close(fast, wanted, **NEAR)
 
@@ -238,8 +254,8 @@ def test_paged_attention_with_relative_positions(heads: int, groups: int, splits
     q, pages, bias = random(6, heads, 16), Pages.build(random, lengths, groups, 16, page=8), random(20, heads)
     for way in ({}, {"window": 5}, {"prefix": attention_blocks.PrefixSpan(2, 8)}):
         wanted = paged_attention.plain_paged_attention(q, *pages, 1.0, bias_DH=bias, **way)  # type: ignore[arg-type]
-        for entries, ahead in ((16, False), (32, True)):
-            blocks = attention_blocks.AttentionBlocks(entries, ahead=ahead)
+        for entries, ahead, share in ((16, False, 0), (16, False, 32), (32, True, 32)):
+            blocks = attention_blocks.AttentionBlocks(entries, ahead=ahead, share=share)
             fast = row_attention.attend_rows(q, *pages, 1.0, splits=splits, blocks=blocks, bias_DH=bias, **way)  # type: ignore[arg-type]
             torch.testing.assert_close(fast, wanted, **NEAR)
 
@@ -309,8 +325,8 @@ def test_paged_attention_over_a_tree(splits: int) -> None:
     q, pages = random(6, 6, 16), Pages.build(random, lengths, 2, 16, page=8)
     bits = torch.tensor([0, 1, 1 | 1 << 39, -(2**63) | 1, 1 | -1 << 33, 0b1001])
     wanted = paged_attention.plain_paged_attention(q, *pages, 0.3, bits_N=bits)
-    for entries, ahead in ((16, False), (16, True), (32, True)):
-        blocks = attention_blocks.AttentionBlocks(entries, ahead=ahead, beside=ahead)
+    for entries, ahead, share in ((16, False, 0), (16, True, 48), (32, True, 32)):
+        blocks = attention_blocks.AttentionBlocks(entries, ahead=ahead, beside=ahead, share=share)
         fast = row_attention.attend_rows(q, *pages, 0.3, splits=splits, blocks=blocks, bits_N=bits)
         torch.testing.assert_close(fast, wanted, **NEAR)
     starts = torch.tensor([0, 0, 1, 20, 63, 100], dtype=torch.int32)
@@ -334,8 +350,8 @@ def test_entrance_and_attention(heads: int, groups: int, head_dim: int, splits: 
     ours, theirs = ([pages.k.clone(), pages.v.clone()] for _ in range(2))
     rest = (pages.table, pages.lengths, 0.3, window)
     wanted = qkv_attention.plain_norm_qkv_attend(*given, *theirs, slots, *rest)
-    for entries, ahead in ((16, False), (16, True), (32, True)):
-        blocks = attention_blocks.AttentionBlocks(entries, ahead=ahead, beside=ahead)
+    for entries, ahead, share in ((16, False, 0), (16, True, 48), (32, True, 32)):
+        blocks = attention_blocks.AttentionBlocks(entries, ahead=ahead, beside=ahead, share=share)
         found = qkv_attention.wide_norm_qkv_attend(*given, *ours, slots, *rest, splits, blocks=blocks)
         torch.testing.assert_close(found, wanted, **NEAR)
     if window is not None:  # the same as starts

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from fathomlm.kernels.row_blocks import SMS
-from fathomlm.kernels.triton_here import triton
 
 MAX_SPLITS, LEAST_ENTRIES = 32, 128
 """The most programs that share a row's entries, and the fewest entries worth a program."""
@@ -20,6 +19,12 @@ CALLED_BYTES = 0
 one takes the product. Not measured yet: `fetches` in the sweep."""
 MANY_PROGRAMS = 8
 """Programs to a multiprocessor from which smaller ones are quicker."""
+EVEN_SHARE, MOST_SHARES = 0, 8
+"""Rows that fill the device have contexts of all lengths, and a layer waits for the longest. With a share, a program takes
+so many entries, and several programs a row with more of them, up to the second number; 0: one program a row. Not measured
+yet: `share` in `benchmarks/attention_settings.py`."""
+MANY_AHEAD = False
+"""`AttentionBlocks.ahead` of small programs. Not measured yet."""
 
 
 class PrefixSpan(NamedTuple):
@@ -44,17 +49,21 @@ class AttentionBlocks(NamedTuple):
     """Whether the numbers of the next tile's pages are loaded before this one's entries are looked at."""
     beside: bool = False
     """Whether programs of one row follow each other, whose entries are neighbours; otherwise those of one group do."""
+    share: int = 0
+    """The fewest entries that a program takes where several share a row, whole tiles; 0: a tile."""
 
 
 def attention_blocks(head_dim: int, size: int, programs: int = 0) -> AttentionBlocks:
     """Keys and values of a tile take about 32 KB: three tiles on their way leave room for two programs on a
     multiprocessor. Where programs are many, smaller ones are quicker, more of which run at once. In float32, which takes
-    tensor cores three products, tiles are small enough for registers."""
+    tensor cores three products, tiles are small enough for registers. `programs` are rows times groups."""
     if size >= 4:
-        return AttentionBlocks(32, warps=8 if head_dim > 64 else 4, stages=2)
-    if head_dim <= 64 and programs >= MANY_PROGRAMS * SMS:
-        return AttentionBlocks(32, warps=2, stages=4)
-    return AttentionBlocks(max(16, min(128, 8192 // triton.next_power_of_2(head_dim))))
+        found = AttentionBlocks(32, warps=8 if head_dim > 64 else 4, stages=2)
+    elif head_dim <= 64 and programs >= MANY_PROGRAMS * SMS:
+        found = AttentionBlocks(32, warps=2, stages=4, ahead=MANY_AHEAD)
+    else:
+        found = AttentionBlocks(max(16, min(128, 8192 >> (head_dim - 1).bit_length())))
+    return found._replace(share=-(-EVEN_SHARE // found.entries) * found.entries if programs >= SMS else 0)
 
 
 def prefill_blocks(head_dim: int) -> AttentionBlocks:
@@ -69,8 +78,10 @@ def called_entries(rows: int, groups: int, head_dim: int, size: int) -> int:
 
 def choose_splits(rows: int, groups: int, longest: int, sms: int = SMS) -> int:
     """Programs to a row's entries: enough that rows and groups together give every multiprocessor a program, or two where
-    rows may be long, but none with fewer than `LEAST_ENTRIES` of the `longest` row. Another kernel must combine what they
-    find, which short rows are not worth."""
+    rows may be long, but none with fewer than `LEAST_ENTRIES` of the `longest` row: what they find must be combined, which
+    short rows are not worth. Rows that fill the device by themselves have as many as shares of theirs (`EVEN_SHARE`)."""
+    if EVEN_SHARE and rows * groups >= sms:
+        return max(1, min(-(-longest // EVEN_SHARE), MOST_SHARES))
     each = 2 if longest > 8 * LEAST_ENTRIES else 1
     wanted = -(-each * sms // max(rows * groups, 1))
     return max(1, min(wanted, longest // LEAST_ENTRIES, MAX_SPLITS))

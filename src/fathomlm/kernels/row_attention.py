@@ -68,12 +68,12 @@ if triton is not None:
         return low
 
     @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-    def _shares(low, end, BLOCK: tl.constexpr, SPLITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    def _shares(low, end, BLOCK: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr):  # type: ignore[no-untyped-def]
         """The first entry that a row's programs look at, and how many of those before `end` each takes: whole tiles, as even
-        as can be."""
+        as can be, but no fewer than LEAST, so that a short row is one program's."""
         first = low // BLOCK * BLOCK
         tiles = (tl.maximum(end - first, 0) + BLOCK - 1) // BLOCK
-        return first, (tiles + SPLITS - 1) // SPLITS * BLOCK
+        return first, tl.maximum((tiles + SPLITS - 1) // SPLITS * BLOCK, LEAST)
 
     @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
     def page_numbers(table_ptr, entry, columns, PAGE: tl.constexpr, seen=None):  # type: ignore[no-untyped-def]
@@ -131,7 +131,7 @@ if triton is not None:
         BLOCK: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
         BITS: tl.constexpr, AHEAD: tl.constexpr, BESIDE: tl.constexpr, TURNS: tl.constexpr, DEPTH: tl.constexpr,
         DEEP: tl.constexpr, LARGEST: tl.constexpr, FETCHES: tl.constexpr, SKIP: tl.constexpr, PREFIX: tl.constexpr,
-        FARTHEST: tl.constexpr,
+        FARTHEST: tl.constexpr, LEAST: tl.constexpr,
     ):  # fmt: skip
         let_next_start(EARLY)
         wait_for_last(EARLY)
@@ -144,9 +144,9 @@ if triton is not None:
         if PREFIX > 0:  # tiles between the prefix and the window are left out, as if the window's followed the prefix's
             jump = tl.maximum(low // BLOCK * BLOCK - upto, 0)
             stored -= jump
-            first, share = _shares(jump * 0 + SKIP, stored, BLOCK, SPLITS)
+            first, share = _shares(jump * 0 + SKIP, stored, BLOCK, SPLITS, LEAST)
         else:
-            first, share = _shares(low, stored, BLOCK, SPLITS)
+            first, share = _shares(low, stored, BLOCK, SPLITS, LEAST)
         start = first + part * share
         end = tl.minimum(start + share, stored)
         if part > 0 and start >= end:
@@ -234,7 +234,8 @@ if triton is not None:
         if (tl.max(outside, 0) > 0) | wrong:
             mixed += float("nan")
         at_head = row * H + group * PER_GROUP + head
-        if SPLITS == 1:
+        working = tl.maximum((stored - first + share - 1) // tl.maximum(share, 1), 1)  # programs that share the row
+        if SPLITS == 1 or working == 1:
             mixed = mixed * (v_scale / tl.where(weight > 0, weight, 1.0))[:, None]
             tl.store(out_ptr + at_head * D + column, mixed.to(out_ptr.dtype.element_ty), mask=here)
         else:
@@ -243,7 +244,6 @@ if triton is not None:
             tl.store(extent_ptr + 2 * at_part, most[:, None], mask=head < PER_GROUP)
             tl.store(extent_ptr + 2 * at_part + 1, weight[:, None], mask=head < PER_GROUP)
             tl.debug_barrier()  # all threads have stored before one of them says so
-            working = tl.maximum((stored - first + share - 1) // tl.maximum(share, 1), 1)
             arrived_ptr += row * G + group
             if tl.atomic_add(arrived_ptr, 1, sem="acq_rel") == working - 1:  # the last puts together what all have found
                 tl.store(arrived_ptr, 0)
@@ -296,7 +296,8 @@ if triton is not None:
             assert q_NHD.stride(0) == (H + 2 * G) * D
             assert all(t.stride(1) == 1 for t in (entrance.x_NM, entrance.cos_ND, entrance.sin_ND))
         x, cos, sin, depth = entrance.x_NM, entrance.cos_ND, entrance.sin_ND, entrance.x_NM.shape[1] if turns else 1
-        b = blocks or attention_blocks(D, q_NHD.element_size(), N * G * splits)
+        b = blocks or attention_blocks(D, q_NHD.element_size(), N * G)
+        assert b.share % b.entries == 0, f"programs take whole tiles of {b.entries} entries, not {b.share}"
         b = b._replace(ahead=b.ahead and not prefix.end)  # the next tile may be far behind this one
         wide, extent = max(16, triton.next_power_of_2(D)), workspace[N * H * splits * D :]
         _attention_kernel[(G, N, splits) if b.beside else (N, G, splits)](
@@ -310,7 +311,7 @@ if triton is not None:
             WINDOW=(window or 0) if starts_N is None else -1, SPLITS=splits, PARTS=triton.next_power_of_2(splits),
             BITS=0 if bits_N is None else BITS, AHEAD=b.ahead, BESIDE=int(b.beside), TURNS=turns, DEPTH=depth,
             DEEP=triton.next_power_of_2(depth), LARGEST=LARGEST_FLOAT8, FETCHES=ahead.entries, SKIP=prefix.first,
-            PREFIX=prefix.end, FARTHEST=0 if bias_DH is None else len(bias_DH), num_warps=b.warps, num_stages=b.stages,
-            **(launch_behind(early) if turns else early_launch(N)),
+            PREFIX=prefix.end, FARTHEST=0 if bias_DH is None else len(bias_DH), LEAST=b.share, num_warps=b.warps,
+            num_stages=b.stages, **(launch_behind(early) if turns else early_launch(N)),
         )  # fmt: skip
         return out
