@@ -6,11 +6,11 @@
     python benchmarks/compress_smollm2.py table benchmarks/results/compress_smollm2_h200.json
 
 Losses and tasks are those of the studies' ledger, means over seeds, against the original that was uptrained on as many
-tokens. Bytes are parameters in one number format, LoRA and embeddings included. Of each kind of model (dropped, looped,
-looped + LoRA, looped + exits) the one of lowest loss is timed, in bfloat16, at one row and at 64, in turns, by rounds: a
-kept checkpoint where there is one under --work, and random weights of the same shape elsewhere, since time does not depend
-on them. Where tokens exit does, so a model with exits is timed only if it was kept; its tokens leave above --threshold, with
-exact fill.
+tokens (of several rates the best; where none was, the first study's). Bytes are parameters in one number format, LoRA and
+embeddings included. Of each kind of model (dropped, narrower, looped, looped + LoRA, looped + exits) the one of lowest loss
+is timed, in bfloat16, at one row and at 64, in turns, by rounds: a kept checkpoint where there is one under --work, and
+random weights of the same shape elsewhere, since time does not depend on them. Where tokens exit does, so a model with exits
+is timed only if it was kept; its tokens leave above --threshold, with exact fill.
 
 `best` is the model of lowest loss within --budget of the original's bytes, without exits, which learn from further tokens;
 `curve` has every model that was trained.
@@ -46,7 +46,7 @@ from fathomlm.lab.study.spec import read_study
 from fathomlm.model.hub import FathomForCausalLM
 
 Record = dict[str, Any]
-KINDS = ("original", "dropped", "looped", "looped + LoRA", "looped + exits")
+KINDS = ("original", "dropped", "narrower", "looped", "looped + LoRA", "looped + exits")
 HARM = 0.02
 """Nats by which exits may raise the last output's loss above the lowest, to be chosen by their own."""
 
@@ -60,8 +60,10 @@ def kind_of(row: Row, results: Results) -> str:
         return "looped + LoRA"
     if parts.plan.recursions > 1:
         return "looped"
-    base = next(each for each in results.rows if each.is_baseline).job.shaped.parts
-    return "dropped" if parts.architecture.layers < base.architecture.layers else "original"
+    shape, base = parts.architecture, next(each for each in results.rows if each.is_baseline).job.shaped.parts.architecture
+    if shape.intermediate < base.intermediate:
+        return "narrower"
+    return "dropped" if shape.layers < base.layers else "original"
 
 
 def known(row: Row, results: Results) -> Record:
@@ -81,6 +83,12 @@ def known(row: Row, results: Results) -> Record:
         scores = {task: value for task in results.study.scores if (value := row.mean(f"{exit_}.{task}")) is not None}
         found[exit_] = {"loss": row.mean(exit_), "scores": scores}
     return found
+
+
+def original_of(found: Record, models: Sequence[Record], base: Record) -> Record:
+    """The original that was uptrained on as many tokens, at its best rate; `base` where there is none."""
+    alike = [model for model in models if model["kind"] == "original" and model["tokens"] == found["tokens"]]
+    return min(alike, key=lambda model: model["loss"], default=base)
 
 
 def compare(found: Record, original: Record) -> Record:
@@ -204,7 +212,7 @@ def run(args: argparse.Namespace) -> None:
         raise SystemExit(
             f"{args.ledger} has no finished {results[0].study.baseline} of {args.studies[0]}, or nothing beside it"
         )
-    models = [compare(model, base) for model in models]
+    models = [compare(model, original_of(model, models, base)) for model in models]
     record: Record = {
         "environment": environment(),
         "settings": {"rows": args.rows, "new": args.new, "waves": args.waves, "threshold": args.threshold},

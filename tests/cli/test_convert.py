@@ -243,6 +243,17 @@ def test_a_greedy_search_names_its_order(readable, tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["dropped_in_order"] is None
 
 
+def test_narrower_layers_are_named_in_the_card(readable, tmp_path, capsys):
+    base, text = readable
+    words = ["--drop", "0", "--neurons", "16", "--calibrate", text, "--calibrate-tokens", "512"]
+    assert main(["convert", base, str(tmp_path / "small"), *words]) == 0
+    assert "over held-out calibration text" in capsys.readouterr().out
+    card = (tmp_path / "small" / "README.md").read_text()
+    assert "Feed-forward neurons of each layer: 16 of the base's 24." in card
+    assert main(["export", base, str(tmp_path / "hf"), *words, "--json"]) == 0
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["intermediate_size"] == 16
+
+
 def test_the_card_of_a_looped_model_says_what_runs_where_and_what_it_costs(plain, tmp_path, capsys):
     out = tmp_path / "m"
     assert main(["convert", str(plain), str(out), "--relax", "lora", "--rank", "64"]) == 0
@@ -287,6 +298,8 @@ def test_export_drops_layers_on_the_way(readable, tmp_path, capsys):
         (["--drop", "2", "--by", "influnce"], "did you mean 'influence'"),
         (["--drop", "2", "--by", "influence"], "requires calibration text"),
         (["--drop", "2", "--by", "greedy"], "requires calibration text"),
+        (["--drop", "2", "--neurons", "8"], "neurons requires calibration text"),
+        (["--neurons", "8"], "--neurons requires --drop"),
         (["--drop", "2", "--calibrate", "nowhere.txt"], "nowhere.txt"),
         (["--calibrate-tokens", "5"], "--calibrate-tokens requires --calibrate"),
         (["--budget", "0.5"], "requires a lora or dora relaxation"),

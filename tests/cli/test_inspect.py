@@ -277,9 +277,12 @@ def test_a_budget_compares_plans_that_fit(capsys: pytest.CaptureFixture[str]) ->
     assert "--drop 15" in found, "one layer more would not fit"
     assert found["--recursions 2"]["layout"] == "15"
     lora = next(options for options in found if "--recursions 3 --relax lora" in options)
-    more = f"{lora.rpartition(' ')[0]} {int(lora.rpartition(' ')[2]) + 1}"
+    narrow = [options for options in found if "--neurons" in options]
+    assert [options.split()[1] for options in narrow] == ["7", "0"]
     capsys.readouterr()
-    for options, fits in ((lora, True), (more, False)):
+    both = [(lora, 1), *((options, 8) for options in narrow)]
+    raised = [f"{options.rpartition(' ')[0]} {int(options.rpartition(' ')[2]) + by}" for options, by in both]
+    for options, fits in (*((options, True) for options, _ in both), *((options, False) for options in raised)):
         assert main(["inspect", "smollm2-135m", *options.split(), "--json"]) == 0
         record = json.loads(capsys.readouterr().out)
         total = record["non_embedding_parameters"] + record["embedding_parameters"]

@@ -60,6 +60,15 @@ def test_a_greedy_search_reads_the_corpus(recipe: Make, teacher: Path, token_cor
     assert read_student(made).architecture.layers == 2
 
 
+def test_a_narrower_source_trains_and_the_dry_run_knows_its_shape(recipe: Make, teacher: Path) -> None:
+    made = of(recipe, teacher, drop=1, by="last", neurons=8, calibrate=1024)
+    spec = read_student(made)
+    assert (spec.architecture.layers, spec.architecture.intermediate) == (3, 8)
+    train(made)
+    trained = fathomlm.load(Path(made.directory) / "last")
+    assert trained.architecture == spec.architecture
+
+
 def test_a_long_measurement_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     notes: list[str] = []
     watcher = SilentWatcher()
@@ -88,6 +97,10 @@ def test_tied_and_relaxed_by_activations(recipe: Make, teacher: Path, token_corp
         ({"drop": 1, "by": "influence"}, r"model\.by: influence requires model\.calibrate"),
         ({"drop": 1, "by": "greedy"}, r"model\.by: greedy requires model\.calibrate"),
         ({"drop": 1, "by": "lst"}, "did you mean 'last'"),
+        ({"neurons": 8, "calibrate": 1024}, r"model\.neurons requires model\.drop"),
+        ({"drop": 0, "neurons": 8}, r"model\.neurons: 8 requires model\.calibrate"),
+        ({"drop": 0, "neurons": 8, "recursions": 2, "calibrate": 1024}, r"model\.neurons cannot be combined"),
+        ({"drop": 0, "neurons": 80000, "calibrate": 1024}, "neurons must be between 1 and the model's"),
         ({"calibrate": 1024}, r"model\.calibrate requires model\.drop"),
         ({"recursions": 2, "init": "aligned"}, r"model\.init: aligned requires model\.calibrate"),
         ({"drop": 4}, "drop must be between 0 and 3"),

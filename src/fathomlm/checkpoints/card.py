@@ -109,6 +109,8 @@ def _layers(made: Conversion) -> list[str]:
     if kept is not None:
         gone = [str(layer) for layer in range(made.base.layers) if layer not in kept]
         found.append(f"Dropped layers of the base, counted from 0: {', '.join(gone) or 'none'}.")
+    if (neurons := made.model.architecture.intermediate) != made.base.intermediate:
+        found.append(f"Feed-forward neurons of each layer: {neurons:,} of the base's {made.base.intermediate:,}.")
     if plan.recursions > 1 and not plan.injection:
         places = kept or range(made.base.layers)
         rows = [

@@ -29,6 +29,7 @@ from fathomlm.checkpoints.assemble import (
     telling,
     with_loops,
 )
+from fathomlm.checkpoints.neurons import KeptNeurons
 from fathomlm.checkpoints.resolve import describe, open_source, parse_device, parse_dtype, plain_base
 from fathomlm.checkpoints.tied import KeptLayers, Tying, ranks_within
 from fathomlm.checkpoints.tying import (
@@ -59,6 +60,7 @@ def convert(
     *,
     drop: int | None = None,
     by: str | None = None,
+    neurons: int | None = None,
     sharing: str | None = None,
     recursions: int | None = None,
     init: str | None = None,
@@ -81,7 +83,8 @@ def convert(
     """A recursive model made from a plain one, given as a loaded model or as any source that `load` takes.
 
     `drop` leaves out so many layers first, `by` influence, greedy, stepwise or last; nothing is tied then unless `sharing`
-    or `recursions` say so. `activations` are what `measure_activations` found of the same model; inits then default to
+    or `recursions` say so. `neurons` keeps so many feed-forward neurons of each layer that is left; it requires
+    `activations` with moments. `activations` are what `measure_activations` found of the same model; inits then default to
     influence where they would to stepwise, and to aware. `budget` gives lora and dora the ranks that restore most where the
     whole result has at most this part of the model's bytes, in the same number format.
 
@@ -99,7 +102,7 @@ def convert(
     looped = _looped(source)
     relooped = looped is not None and looped.plan.injection and recursions is not None
     if looped is not None and (router is not None or kv is not None or relooped):
-        tying: dict[str, Any] = {"sharing": sharing, "resize": resize, "drop": drop, "by": by}
+        tying: dict[str, Any] = {"sharing": sharing, "resize": resize, "drop": drop, "by": by, "neurons": neurons}
         tying |= {} if relooped else {"recursions": recursions}
         tying |= {"activations": activations, "budget": budget}
         tying |= {
@@ -123,6 +126,8 @@ def convert(
         return _with_open_routers(routed_model) if fresh else routed_model
     if by is not None and drop is None:
         raise OptionError("by says which layers are dropped; it requires drop")
+    if neurons is not None and drop is None:
+        raise OptionError("neurons requires drop, which may be 0")
     plain = drop is not None and sharing is None
     times = recursions if recursions is not None else 1 if plain else DEFAULT_RECURSIONS
     _check_one(times, init, norm_init, resize)
@@ -136,6 +141,8 @@ def convert(
         kept = kept_layers(base.architecture.layers, drop, by, *found)
         base, activations = KeptLayers(base, kept), None if activations is None else activations.of(kept)
     dropped = list(base.layers) if isinstance(base, KeptLayers) else None
+    if neurons is not None:
+        base = _narrower(base, neurons, activations, times)
     how = "add" if resize is True else resize or None
     plan = DepthPlan.build(sharing or "cycle", times, base.architecture.layers, how)
     routed = routed_plan(plan, router, kv)
@@ -158,6 +165,14 @@ def convert(
     _Conversion(tying_of, result, start, kind, place, torch.Generator().manual_seed(seed)).run(on_layer)
     tied = finish(result, base.tokenizer())
     return _with_open_routers(replan(tied, routed, seed=seed))
+
+
+def _narrower(base: BaseCheckpoint, neurons: int, activations: Activations | None, recursions: int) -> BaseCheckpoint:
+    if activations is None or activations.directory is None:
+        raise OptionError("neurons requires calibration text (--calibrate FILE), over which second moments are measured")
+    if recursions != 1:
+        raise OptionError("neurons cannot be combined with sharing or recursions: what is tied afterwards was not measured")
+    return KeptNeurons(base, neurons, activations)
 
 
 def _check_one(recursions: int | None, init: str | None, norm_init: str | None, resize: bool | Resize | None) -> None:

@@ -67,6 +67,7 @@ class Convert(ForceOptions, DtypeOptions, SeedOptions, JsonOptions):
         begin = time.perf_counter()
         fields: dict[str, Any] = asdict(self.plan) | asdict(self.inits) | asdict(self.relaxation)
         fields |= {"router": self.routing.routing, "kv": self.routing.kv, "drop": self.dropping.drop, "by": self.dropping.by}
+        fields |= {"neurons": self.dropping.neurons}
         source = open_source(self.model)
         measured = self.dropping.measured(source, moments=self._reads_moments(), device=self.device)
         fields |= {"dtype": self.dtype, "device": self.device, "seed": self.seed, "activations": measured}
@@ -125,4 +126,5 @@ class Convert(ForceOptions, DtypeOptions, SeedOptions, JsonOptions):
     def _reads_moments(self) -> bool:
         """Whether more than the layers' influence is to be measured."""
         relax = self.relaxation.relax
-        return self.inits.init == "aligned" or (relax is not None and bool(RELAXATIONS[relax].relax_inits))
+        narrower = self.dropping.neurons is not None
+        return narrower or self.inits.init == "aligned" or (relax is not None and bool(RELAXATIONS[relax].relax_inits))

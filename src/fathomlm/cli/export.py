@@ -113,8 +113,10 @@ def _load(options: Export) -> FathomModel:
     from fathomlm.checkpoints.resolve import open_source
 
     source = open_source(options.model)
-    measured = options.dropping.measured(source, moments=False)
-    return convert(source, drop=options.dropping.drop, by=options.dropping.by, activations=measured, dtype=options.dtype)
+    dropping = options.dropping
+    measured = dropping.measured(source, moments=dropping.neurons is not None)
+    fields: dict[str, Any] = {"drop": dropping.drop, "by": dropping.by, "neurons": dropping.neurons}
+    return convert(source, **fields, activations=measured, dtype=options.dtype)
 
 
 def _check_quantize(kind: str | None, format: str) -> None:

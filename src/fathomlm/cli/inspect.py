@@ -18,7 +18,7 @@ from fathomlm.depth.options import PlanOptions, RelaxOptions, RoutingOptions
 from fathomlm.depth.plan import KVMode
 from fathomlm.depth.presets import PRESETS
 from fathomlm.depth.relaxation import check_fits
-from fathomlm.depth.sharing import DropOptions, kept_layers
+from fathomlm.depth.sharing import DropOptions, kept_layers, with_neurons
 from fathomlm.errors import OptionError
 from fathomlm.options import like, option, section
 from fathomlm.sizes import amount, parse_count
@@ -35,6 +35,7 @@ class Inspect(JsonOptions):
     tokens: int | None = option(None, parse=parse_count, metavar="N", help="training tokens to count FLOPs for: 20B, 300M")
     context: int = option(2048, ge=1, help="sequence length to count attention at")
     drop: int | None = like(DropOptions, "drop")
+    neurons: int | None = like(DropOptions, "neurons", help="keep N feed-forward neurons of each layer that is left")
     budget: float | None = option(
         None, gt=0, le=1, metavar="PART",
         help="compare plans that have at most this part of MODEL's bytes in the same number format: dropped layers, loops, "
@@ -53,6 +54,7 @@ class Inspect(JsonOptions):
             if own_plan is not None and own_plan.recursions > 1:
                 raise OptionError(f"--drop requires a plain model; {self.model} is recursive already")
             architecture = architecture.with_layers(kept_layers(architecture.layers, self.drop, "stepwise"))
+            architecture = architecture if self.neurons is None else with_neurons(architecture, self.neurons)
             own_plan = None
         kept = None
         if planned:

@@ -27,7 +27,7 @@ from fathomlm.depth.architecture import Architecture, LinearSpec
 from fathomlm.depth.plan import KV_MODES, DepthPlan, KVMode, Step
 from fathomlm.depth.relaxation import Relaxation, build_relaxation, check_fits
 from fathomlm.depth.routing import ROUTERS, build_routing
-from fathomlm.depth.sharing import STRATEGIES, kept_layers
+from fathomlm.depth.sharing import STRATEGIES, kept_layers, with_neurons
 from fathomlm.errors import OptionError, choices
 
 OF_THE_SOURCE = ("cross_k", "cross_v")
@@ -298,7 +298,21 @@ def _dropped(architecture: Architecture, limit: float, context: int) -> Iterator
         cost = count(small, DepthPlan.vanilla(small.layers), context=context)
         if cost.parameters <= limit:
             yield Candidate(options=f"--drop {drop}", cost=cost)
+            yield from _narrower(architecture, drop, limit, context)
             return
+
+
+def _narrower(architecture: Architecture, drop: int, limit: float, context: int) -> Iterator[Candidate]:
+    """Half as many layers dropped, and none, each with the most neurons that fit, in steps of 8."""
+    for fewer in sorted({drop // 2, 0}, reverse=True) if drop and not architecture.experts else ():
+        small = architecture.with_layers(kept_layers(architecture.layers, fewer, "stepwise"))
+        plan = DepthPlan.vanilla(small.layers)
+        each = small.layers * sum(linear.name in ("gate", "up", "down") for linear in small.linears()) * small.hidden
+        spare = limit - count(with_neurons(small, 1), plan).parameters
+        neurons = int(spare / each + 1) // 8 * 8
+        if neurons > 0:
+            cost = count(with_neurons(small, neurons), plan, context=context)
+            yield Candidate(options=f"--drop {fewer} --neurons {neurons}", cost=cost)
 
 
 def _looped(architecture: Architecture, limit: float, sharing: str, context: int) -> Iterator[Candidate]:

@@ -19,9 +19,11 @@ The baseline without a loop is an ordinary model with fewer layers, of which som
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from fathomlm.depth.architecture import Architecture
 from fathomlm.errors import OptionError, choices
 from fathomlm.options import option
 
@@ -115,6 +117,20 @@ class DropOptions:
         help="--drop: those that change the text least (influence), one at a time the one that raises the loss least "
         "(greedy, slow), all but evenly spaced ones (stepwise), or the last",
     )  # fmt: skip
+    neurons: int | None = option(
+        None, ge=1, metavar="N", requires=("drop",),
+        help="with --calibrate: keep N feed-forward neurons of each layer that is left (--drop 0 leaves all), those that "
+        "add most, and fit them to what all of them put out",
+    )  # fmt: skip
+
+
+def with_neurons(architecture: Architecture, neurons: int) -> Architecture:
+    """The shape with so many feed-forward neurons in each layer."""
+    if architecture.experts:
+        raise OptionError("neurons requires layers with one feed-forward part; this model has experts")
+    if not 1 <= neurons <= architecture.intermediate:
+        raise OptionError(f"neurons must be between 1 and the model's {architecture.intermediate:,}, got {neurons:,}")
+    return dataclasses.replace(architecture, intermediate=neurons)
 
 
 def kept_layers(

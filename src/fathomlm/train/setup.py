@@ -182,7 +182,7 @@ def _from_source(
     assert model.source is not None
     check_tying(model, *architecture_of(model.source)[1:])
     measured = _activations(model, corpus, device, on_layer)
-    dropping: dict[str, Any] = {"drop": model.drop, "by": model.by, "activations": measured}
+    dropping: dict[str, Any] = {"drop": model.drop, "by": model.by, "neurons": model.neurons, "activations": measured}
     if model.recursions == 1:
         if model.drop is None:
             loaded = load(model.source, dtype=torch.float32)
@@ -209,13 +209,14 @@ def _activations(
     if (length := min(ROW, base.architecture.context)) > tokens:
         raise OptionError(f"model.calibrate must be >= {length}, a row of tokens, and the corpus as long; got {tokens:,}")
     rows = torch.from_numpy(stream.read(0, tokens // length * length)).view(-1, length)
-    moments, greedy = model.relax is not None or model.init == "aligned", (model.drop or 0) if model.by == "greedy" else 0
+    moments = model.relax is not None or model.init == "aligned" or model.neurons is not None
+    greedy = (model.drop or 0) if model.by == "greedy" else 0
     place = device if greedy else "cpu"  # a pass is soon done anywhere, and the same on every machine; a search is not
     return measure_activations(base, rows, moments=moments, greedy=greedy, device=place, on_layer=on_layer)
 
 
 def _from_scratch(model: ModelRecipe, seed: int, corpus: Corpus, tokenizer: Any) -> FathomModel:
-    for name in ("init", "norm_init", "relax_init", "drop", "by", "calibrate"):
+    for name in ("init", "norm_init", "relax_init", "drop", "by", "neurons", "calibrate"):
         if getattr(model, name) is not None:
             raise OptionError(f"model.{name} says what a tied model starts from; without model.source there is nothing")
     architecture = scratch_architecture(model, corpus.manifest.vocab)

@@ -12,7 +12,7 @@ from fathomlm.checkpoints.tying import CALIBRATED
 from fathomlm.depth import Architecture, DepthPlan, ExitParts, Relaxation
 from fathomlm.depth.presets import PRESETS, T5_FAMILIES, with_t5_traits
 from fathomlm.depth.relaxation import RELAXATIONS, build_relaxation, check_fits
-from fathomlm.depth.sharing import MEASURED, kept_layers
+from fathomlm.depth.sharing import MEASURED, kept_layers, with_neurons
 from fathomlm.errors import OptionError
 from fathomlm.model.decoder import Decoder
 from fathomlm.train.losses.exits import exited_plan
@@ -155,7 +155,8 @@ def dropped(model: ModelRecipe, architecture: Architecture) -> Architecture:
     are read; only windows depend on it."""
     assert model.drop is not None
     known = (model.by or "stepwise") if model.by not in MEASURED else "stepwise"
-    return architecture.with_layers(kept_layers(architecture.layers, model.drop, known))
+    small = architecture.with_layers(kept_layers(architecture.layers, model.drop, known))
+    return small if model.neurons is None else with_neurons(small, model.neurons)
 
 
 def check_tying(model: ModelRecipe, plan: DepthPlan | None, relaxation: Relaxation | None) -> None:
@@ -167,9 +168,12 @@ def check_tying(model: ModelRecipe, plan: DepthPlan | None, relaxation: Relaxati
         raise OptionError("model.calibrate requires model.drop or model.recursions >= 2")
     if model.calibrate is None:
         given = {"by": model.by in MEASURED, "init": model.init in CALIBRATED["init"]}
+        given["neurons"] = model.neurons is not None
         given["relax_init"] = model.relax_init in CALIBRATED["relax-init"]
         for name in (name for name, wants in given.items() if wants):
             raise OptionError(f"model.{name}: {getattr(model, name)} requires model.calibrate, such as 16384")
+    if model.neurons is not None and model.recursions > 1:
+        raise OptionError("model.neurons cannot be combined with model.recursions: what is tied afterwards was not measured")
     if model.recursions == 1:
         tying = ("sharing", "resize", "init", "norm_init", "relax_init", "prefix_length")
         for name in (name for name in tying if getattr(model, name) is not None):
