@@ -3,7 +3,8 @@
 Drafts cost passes; what they save depends on how often they are right and on whether the device would have been idle
 otherwise. With few sequences a forward pass mostly reads weights, and verifying several tokens costs hardly more than one;
 with many it is bound by arithmetic, and wrong drafts are work for nothing. Both ways choose the same tokens
-(`programs.drafts`), so they can be tried: each for a few bursts, then the faster one for many, then the other once more.
+(`programs.drafts`), so they can be tried: each for a few bursts, then the faster one for many, then the other once more, as far as what that
+costs stays a small part of the whole.
 What counts is the device's time between the start of a burst and its end: the host runs ahead of it, and prompts come in
 between.
 """
@@ -17,9 +18,11 @@ TRIAL, LEAST = 6, 2
 """Bursts that are measured at a time, and those after which a trial of what is clearly slower ends."""
 CLEARLY = 0.8
 """Of the other way's speed."""
-REPEATS = (8, 16, 32)
-"""Trials of the faster way in front of each of the slower: the first may have been misled, and later ones cost at most a
-33rd of the difference."""
+REPEATS = 8
+"""Trials of the faster way, at least, in front of one of the slower."""
+SHARE = 0.005
+"""Of the device's time: what trials of the slower way may cost, counted over all numbers of sequences. Requests whose number
+changes all the time would otherwise pay for a trial of each."""
 SMOOTHING = 0.7
 """The weight of the last trial in what is known of a way."""
 
@@ -37,12 +40,17 @@ class _Known:
     """Tokens per second, with drafts and without."""
     trials: int = 0
     """Of the faster way, since the other was tried."""
-    tried: int = 0
-    """How often the slower way was tried again."""
 
     @property
     def rate(self) -> float:
         return self.tokens / max(self.seconds, 1e-9)
+
+    @property
+    def faster(self) -> bool:
+        """As far as is known; where one way was never measured, the other."""
+        if len(self.rates) < 2:
+            return next(iter(self.rates), self.drafts)
+        return self.rates[True] >= self.rates[False]
 
     @property
     def is_over(self) -> bool:
@@ -50,32 +58,29 @@ class _Known:
         slower = other is not None and self.bursts >= LEAST and self.rate < CLEARLY * other
         return slower or self.bursts >= TRIAL
 
-    def learn(self) -> None:
-        """End the trial, and choose for the next."""
+    def learn(self, may_try: bool) -> None:
+        """End the trial, and choose for the next: the faster way, or the other, where it `may` be tried."""
         rate, before = self.rate, self.rates.get(self.drafts)
         self.rates[self.drafts] = rate if before is None else before + SMOOTHING * (rate - before)
         self.bursts, self.tokens, self.seconds = 0, 0, 0.0
-        self.trials += 1
-        faster = self.drafts if len(self.rates) < 2 else self.rates[True] >= self.rates[False]
-        if faster != self.drafts:  # a trial of the slower way
+        self.trials = self.trials + 1 if self.drafts == self.faster else 0
+        due = self.trials >= (REPEATS if len(self.rates) == 2 else 1)
+        self.drafts = self.faster != (may_try and due)
+        if self.drafts != self.faster:
             self.trials = 0
-        again = self.trials >= self._due
-        self.drafts = not faster if again else faster
-        if again:
-            self.trials, self.tried = 0, self.tried + 1
 
-    @property
-    def _due(self) -> int:
-        """Trials of this way in front of one of the other."""
-        if len(self.rates) < 2:
-            return REPEATS[0] if self.tried else 1
-        return REPEATS[min(self.tried, len(REPEATS)) - 1]
+    def lost(self, tokens: int, seconds: float) -> float:
+        """What a burst of the way under trial took more than the faster one would have."""
+        if self.drafts == self.faster:
+            return 0.0
+        return max(0.0, seconds - tokens / max(self.rates[self.faster], 1e-9))
 
 
 class DraftControl:
     def __init__(self) -> None:
         self._known: dict[int, _Known] = {}
         self._drafts = False
+        self._seconds = self._lost = 0.0
         self.changed = False
         """Whether the burst that was chosen for last is the first of its way: it also ends what the other has begun, and
         says nothing of either."""
@@ -88,7 +93,7 @@ class DraftControl:
             self._known[bucket] = self._like(bucket)
         known = self._known[bucket]
         if known.is_over:
-            known.learn()
+            known.learn(may_try=self._lost <= SHARE * self._seconds)
         self.changed, self._drafts = known.drafts != self._drafts, known.drafts
         return known.drafts
 
@@ -96,18 +101,21 @@ class DraftControl:
         """What does not pay for fewer sequences does not pay for more, and what pays for more pays for fewer."""
         for other, known in self._known.items():
             if len(known.rates) == 2:
-                pays = known.rates[True] >= known.rates[False]
+                pays = known.faster
                 if (other >= bucket) if pays else (other <= bucket):
-                    return _Known(drafts=pays, tried=1)
+                    return _Known(drafts=pays, trials=1 - REPEATS)
         return _Known()
 
-    def note(self, drafts: bool, running: int, tokens: int, seconds: float) -> None:
+    def note(self, drafts: bool, running: int, tokens: int, seconds: float, *, changed: bool = False) -> None:
         """What a burst of so many sequences gave, and how long the device took for it, prompts and captures aside."""
         known = self._known[running.bit_length()]
+        self._seconds += seconds
         if known.drafts == drafts:
-            known.bursts += 1
-            known.tokens += tokens
-            known.seconds += seconds
+            self._lost += known.lost(tokens, seconds)
+            if not changed:
+                known.bursts += 1
+                known.tokens += tokens
+                known.seconds += seconds
 
 
 class Moment(Protocol):
@@ -125,6 +133,7 @@ class TimedBurst(NamedTuple):
     last: int
     """The numbers of its decode steps."""
     drafts: bool
+    changed: bool
     running: int
     start: Moment
     end: Moment

@@ -274,21 +274,23 @@ class Engine:
     def _launch(self, burst: int, drafts: bool) -> None:
         """Some decode steps, timed where it is asked whether drafts pay."""
         runner, drafting, running, numbers = self.runner, self._drafting, self.scheduler.running, list[int]()
-        timed = drafting is not None and running > 0 and burst > 0 and not drafting.changed
+        timed = drafting is not None and running > 0 and burst > 0
         start, captures = runner.moment() if timed else None, runner.captures
         for _ in range(burst):
             numbers.append(runner.launch(drafts, self.scheduler.occupied))
         self._in_flight += numbers
         self.totals.decode_steps += burst
-        if start is not None and captures == runner.captures:
-            self._timed.append(TimedBurst(numbers[0], numbers[-1], drafts, running, start, runner.moment()))
+        if drafting is not None and start is not None and captures == runner.captures:
+            end = runner.moment()
+            self._timed.append(TimedBurst(numbers[0], numbers[-1], drafts, drafting.changed, running, start, end))
 
     def _note_time(self, numbers: abc.Sequence[int], tokens: int) -> None:
         """What these decode steps gave, where they are a burst."""
         while self._timed and self._timed[0].last <= numbers[-1]:
             burst = self._timed.popleft()
             if self._drafting is not None and (burst.first, burst.last) == (numbers[0], numbers[-1]):
-                self._drafting.note(burst.drafts, burst.running, tokens, burst.start.until(burst.end))
+                seconds = burst.start.until(burst.end)
+                self._drafting.note(burst.drafts, burst.running, tokens, seconds, changed=burst.changed)
 
     def _run_passes(self, chosen: ChosenPasses, prefilled: bool) -> None:
         """Some passes of the one sequence that runs. The host waits for each, so that they take as long as it waits, unless
@@ -302,8 +304,9 @@ class Engine:
             self.totals.decode_steps += len(numbers)
             self._collect(numbers)
             drafting, waited = self._drafting, prefilled or captures != self.runner.captures
-            if drafting is not None and not (waited or drafting.changed):
-                drafting.note(True, 1, self.totals.tokens - tokens, time.perf_counter() - begun)
+            if drafting is not None and not waited:
+                seconds = time.perf_counter() - begun
+                drafting.note(True, 1, self.totals.tokens - tokens, seconds, changed=drafting.changed)
 
     def _collect_chosen(self) -> None:
         """Passes that were started ahead, where something else comes next."""
