@@ -3,6 +3,7 @@
     python benchmarks/free_tasks.py prepare --tasks TASKS --out data/free                                  # no GPU
     fathomlm study run free-translation --corpus data/free/translation/corpus --work runs/study --keep
     fathomlm study run free-summary     --corpus data/free/summary/corpus     --work runs/study --keep
+    python benchmarks/free_tasks.py drafts summary     --data data/free --work runs/study
     python benchmarks/free_tasks.py decode translation --data data/free --work runs/study --out texts.jsonl
     python benchmarks/free_tasks.py speed  translation --data data/free --work runs/study --out speed.jsonl
     python benchmarks/free_tasks_report.py data/free benchmarks/results/free_tasks_h200 texts.jsonl speed.jsonl  # no GPU
@@ -10,7 +11,9 @@
     translation   German to English (Multi30k, Flickr 2016 test set), a T5-style model trained from scratch
     summary       one sentence for a scientific abstract (SciTLDR), SmolLM2-135M fine-tuned
 
-The models are those of the studies `free-translation` and `free-summary`. `decode` asks for quality: many texts at once on
+The models are those of the studies `free-translation` and `free-summary`. `drafts` puts the draft layer that ships for
+SmolLM2-135M behind the summariser without exits and trains it on the same pairs, the rest frozen: the variant `drafts`, which
+decodes what its full model does, several tokens a pass. `decode` asks for quality: many texts at once on
 the engine, by the reference where the engine cannot, or all of them with `--reference`. `speed` asks for time: one text at a
 time, what its tokens behind the first took (`lab.bench.play`), on a device that does nothing else; processes that
 have captured their steps wait for their `--turn`. Both add a line a setting to their file and go on where it ends; several
@@ -68,6 +71,8 @@ TASKS = {
 CALM = "calm"
 """The variant with many exits; the first two layers have none, and its threshold decays, as in its paper."""
 CALM_DECAY = 4.0
+PLAIN, DRAFTS = "plain", "drafts"
+"""The variant without exits, and it with a draft layer."""
 MAIN = "dyna"
 """The variant that the ablations of decoding are made with."""
 THRESHOLDS = (0.5, 0.3, 0.7, 0.1, 0.9)
@@ -139,6 +144,35 @@ def make_tokenizer(place: Path) -> Path:
     return place / "tokenizer"
 
 
+def drafts(args: argparse.Namespace) -> None:
+    """A draft layer behind the plain model, which goes on from one that was trained over the model's source."""
+    from fathomlm.checkpoints.exit_pack import attach, read_pack
+    from fathomlm.checkpoints.native import save
+    from fathomlm.checkpoints.resolve import load
+    from fathomlm.packaged import packaged_drafts
+    from fathomlm.train.reading import read_recipe
+    from fathomlm.train.run import train
+
+    task = TASKS[args.task]
+    args.only = [PLAIN]
+    found = places(args)
+    if PLAIN not in found:
+        raise SystemExit(f"{args.work} holds no trained '{PLAIN}': fathomlm study run {task.study} --only {PLAIN} --keep")
+    place = found[PLAIN].parent
+    out = place.with_name(place.name.replace(PLAIN, DRAFTS, 1))
+    pack = args.pack or packaged_drafts("smollm2-135m")
+    start = out.with_name(f"{out.name}-start")
+    save(attach(load(found[PLAIN], "float32"), read_pack(pack), any_base=True), start, force=True)
+    words = {
+        "model.source": start, "out": out, "data.path": Path(args.data) / args.task / "corpus", "data.sources": "[]",
+        "data.pairs": "[source, target]", "data.source_length": task.source_length, "data.target_length": task.new_tokens,
+        "budget": f"{{steps: {args.steps}}}", "optimizer.lr": args.lr, "log.tensorboard": "false", "evaluate.every": 0,
+    }  # fmt: skip
+    fields = [word for name, value in words.items() for word in (f"--{name}", str(value))]
+    summary = train(read_recipe("draft-smollm2-135m", [*fields, *(f"--{field}" for field in args.fields)]))
+    print(f"{out}: {summary.step} steps, drafts {summary.exits}", flush=True)
+
+
 # Decoding.
 
 
@@ -167,7 +201,9 @@ class Setting:
 def settings_of(variant: str, exits: tuple[int, ...], estimated: tuple[float, ...] = ()) -> list[Setting]:
     """What is decoded with a variant, the most telling first."""
     found = [Setting("full", "full")]
-    if variant == CALM:
+    if variant == DRAFTS:
+        found += [Setting("speculative", "speculative")]
+    elif variant == CALM:
         found += [Setting(f"state-copy {t:g}", "state-copy", t, exits) for t in reversed(TENTHS)]
         found += [Setting(mode, mode, None, exits) for mode in ("oracle-copy", "oracle")]
         found += [Setting(f"static {layer}", "static", None, (layer,)) for layer in exits]
@@ -270,7 +306,8 @@ def places(args: argparse.Namespace) -> dict[str, Path]:
     from fathomlm.lab.study.spec import read_study
 
     study = read_study(args.study or TASKS[args.task].study)
-    found = {each.name: Path(args.work, study.name, f"{each.name}-{study.budgets[0].name}-seed0") for each in study.variants}
+    names = [*(each.name for each in study.variants), DRAFTS]
+    found = {name: Path(args.work, study.name, f"{name}-{study.budgets[0].name}-seed0") for name in names}
     wanted = args.only or list(found)
     return {name: place / "last" for name, place in found.items() if name in wanted and (place / "last").exists()}
 
@@ -372,6 +409,8 @@ def _sum_known(numbers: list[int | None]) -> int | None:
 def speed_settings(variant: str, exits: tuple[int, ...]) -> list[Setting]:
     """What is timed: each model's full decoding, so that all are beside one, and its exits."""
     found = [Setting("full", "full")]
+    if variant == DRAFTS:
+        return found + [Setting("speculative", "speculative")]
     if variant == CALM:
         return found + [Setting(f"state-copy {t:g}", "state-copy", t, exits) for t in (0.9, 0.7, 0.5, 0.3)]
     if exits:
@@ -458,10 +497,18 @@ def part_of(text: str) -> tuple[int, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     verbs = parser.add_subparsers(required=True)
-    preparing, decoding, timing = (verbs.add_parser(verb) for verb in ("prepare", "decode", "speed"))
+    preparing, drafting, decoding, timing = (verbs.add_parser(verb) for verb in ("prepare", "drafts", "decode", "speed"))
     preparing.add_argument("--tasks", type=Path, required=True)
     preparing.add_argument("--out", type=Path, required=True)
     preparing.add_argument("--weights", default="smollm2-135m", help="whose tokenizer the summaries have")
+    drafting.add_argument("task", choices=["summary"])
+    drafting.add_argument("--data", required=True)
+    drafting.add_argument("--work", required=True, help="where the study left its models")
+    drafting.add_argument("--study", metavar="FILE", help="YAML in place of the shipped study")
+    drafting.add_argument("--pack", type=Path, help="a draft layer to go on from, in place of the one that ships")
+    drafting.add_argument("--steps", type=int, default=370)
+    drafting.add_argument("--lr", type=float, default=5e-4)
+    drafting.add_argument("--fields", nargs="*", default=[], metavar="NAME=VALUE", help="of the recipe")
     for each, texts in ((decoding, 500), (timing, 100)):
         each.add_argument("task", choices=list(TASKS))
         each.add_argument("--data", required=True)
@@ -478,7 +525,7 @@ def main() -> None:
     decoding.add_argument("--reference", action="store_true", help="decode all without the engine")
     timing.add_argument("--turn", type=Path, metavar="FILE", help="capture all steps, then wait until FILE is not locked")
     timing.add_argument("--compile", action="store_true", help="compile the work between layers: slower to start, faster")
-    for each, verb in ((preparing, prepare), (decoding, decode), (timing, speed)):
+    for each, verb in ((preparing, prepare), (drafting, drafts), (decoding, decode), (timing, speed)):
         each.set_defaults(verb=verb)
     args = parser.parse_args()
     args.verb(args)
