@@ -69,6 +69,24 @@ def test_a_narrower_source_trains_and_the_dry_run_knows_its_shape(recipe: Make, 
     assert trained.architecture == spec.architecture
 
 
+def test_long_measurements_run_on_the_device_of_the_run(
+    recipe: Make, teacher: Path, token_corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fathomlm.train import setup
+
+    places: list[Any] = []
+    inner = setup.measure_activations
+
+    def watch(*given: Any, **options: Any) -> Any:
+        places.append(options["device"])
+        return inner(*given, **options | {"device": "cpu"})
+
+    monkeypatch.setattr(setup, "measure_activations", watch)
+    for model in ({"by": "influence"}, {"by": "greedy"}, {"by": "last", "neurons": 8}):
+        build_student(of(recipe, teacher, drop=1, calibrate=1024, **model), Corpus.open(token_corpus), "cuda:3")
+    assert places == ["cpu", "cuda:3", "cuda:3"]
+
+
 def test_a_long_measurement_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     notes: list[str] = []
     watcher = SilentWatcher()

@@ -110,8 +110,8 @@ def _prepare_options(data: DataRecipe) -> PrepareOptions:
 def build_student(
     recipe: Recipe, corpus: Corpus, device: torch.device | str = "cpu", on_layer: OnProgress | None = None
 ) -> FathomModel:
-    """The model to train, in float32, on the CPU, with the exits that the recipe trains. A search for layers to drop runs
-    on `device`; `on_layer` is told how far the measurement of a source is."""
+    """The model to train, in float32, on the CPU, with the exits that the recipe trains. A search for layers or neurons
+    runs on `device`; `on_layer` is told how far the measurement of a source is."""
     tokenizer = corpus.load_tokenizer()
     model = recipe.model
     if model.source is not None:
@@ -211,7 +211,8 @@ def _activations(
     rows = torch.from_numpy(stream.read(0, tokens // length * length)).view(-1, length)
     moments = model.relax is not None or model.init == "aligned" or model.neurons is not None
     greedy = (model.drop or 0) if model.by == "greedy" else 0
-    place = device if greedy else "cpu"  # a pass is soon done anywhere, and the same on every machine; a search is not
+    # a plain pass is soon done anywhere, and on a CPU any machine picks the same layers; a search or all moments take long
+    place = device if greedy or model.neurons is not None else "cpu"
     return measure_activations(base, rows, moments=moments, greedy=greedy, device=place, on_layer=on_layer)
 
 
