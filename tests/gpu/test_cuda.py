@@ -57,3 +57,18 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_is(name, tmp_path):
     their_error = (theirs(tokens).logits.float() - exact).norm() / exact.norm()
     our_error = (ours(tokens).logits.float() - exact).norm() / exact.norm()
     assert our_error < 1.25 * their_error
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_calibration_and_what_is_made_of_it_equal_the_cpu(name, tmp_path):
+    """Influence, second moments, the greedy search, and the layers and neurons that are kept by them."""
+    tiny(name).save_pretrained(tmp_path)
+    rows = torch.randint(3, 90, (16, 32), generator=torch.Generator().manual_seed(0))
+    here, there = (fathomlm.measure_activations(tmp_path, rows, greedy=3, device=device) for device in ("cpu", "cuda"))
+    assert there.order == here.order
+    assert there.influence == pytest.approx(here.influence, abs=1e-5)
+    assert there.order_losses == pytest.approx(here.order_losses, abs=1e-4)
+    torch.testing.assert_close(there.moment(1, "down"), here.moment(1, "down"), rtol=1e-4, atol=1e-6)
+    made = [fathomlm.convert(tmp_path, drop=2, by="greedy", neurons=16, activations=found) for found in (here, there)]
+    assert made[0].config.kept_layers == made[1].config.kept_layers
+    torch.testing.assert_close(made[0](rows).logits, made[1](rows).logits, rtol=0, atol=1e-3)
