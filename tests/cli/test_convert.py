@@ -243,6 +243,17 @@ def test_a_greedy_search_names_its_order(readable, tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["dropped_in_order"] is None
 
 
+def test_repeated_layers_are_named_in_the_card(readable, tmp_path, capsys):
+    base, _ = readable
+    words = ["--drop", "2", "--by", "last", "--repeat", "2", "--json"]
+    assert main(["convert", base, str(tmp_path / "m"), *words]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert (record["layout"], record["kept_layers"]) == ("2+3+1", [0, 1, 2, 2, 3, 3, 4, 4, 5])
+    assert "| 3 | 3, 3 |" in (tmp_path / "m" / "README.md").read_text()
+    assert main(["export", base, str(tmp_path / "hf"), *words]) == 0
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["num_hidden_layers"] == 9
+
+
 def test_narrower_layers_are_named_in_the_card(readable, tmp_path, capsys):
     base, text = readable
     words = ["--drop", "0", "--neurons", "16", "--calibrate", text, "--calibrate-tokens", "512"]
@@ -300,6 +311,8 @@ def test_export_drops_layers_on_the_way(readable, tmp_path, capsys):
         (["--drop", "2", "--by", "greedy"], "requires calibration text"),
         (["--drop", "2", "--neurons", "8"], "neurons requires calibration text"),
         (["--neurons", "8"], "--neurons requires --drop"),
+        (["--repeat", "2"], "--repeat requires --drop"),
+        (["--drop", "0", "--repeat", "2", "--recursions", "2"], "cannot be combined with recursions"),
         (["--drop", "2", "--calibrate", "nowhere.txt"], "nowhere.txt"),
         (["--calibrate-tokens", "5"], "--calibrate-tokens requires --calibrate"),
         (["--budget", "0.5"], "requires a lora or dora relaxation"),

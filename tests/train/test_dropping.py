@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,12 @@ import pytest
 import torch
 
 import fathomlm
+from fathomlm.depth import DepthPlan
+from fathomlm.depth.plan import repeated_plan
 from fathomlm.errors import OptionError
 from fathomlm.train.data.corpus import Corpus
-from fathomlm.train.recipe import Recipe
+from fathomlm.train.losses.layerwise import teacher_steps
+from fathomlm.train.recipe import BudgetRecipe, DistillRecipe, HealRecipe, LossRecipe, Recipe
 from fathomlm.train.report import SilentWatcher, measuring
 from fathomlm.train.run import train
 from fathomlm.train.setup import build_student
@@ -69,6 +73,24 @@ def test_a_narrower_source_trains_and_the_dry_run_knows_its_shape(recipe: Make, 
     assert trained.architecture == spec.architecture
 
 
+def test_repeated_layers_train_and_heal_and_the_dry_run_knows_their_shape(recipe: Make, teacher: Path) -> None:
+    made = of(recipe, teacher, drop=0, repeat=2)
+    made = dataclasses.replace(
+        made, loss=LossRecipe(distill=DistillRecipe(source=str(teacher)), heal=HealRecipe()), budget=BudgetRecipe(steps=2)
+    )
+    spec = read_student(made)
+    assert (spec.plan.layout, spec.plan.unrolled_layers) == ("2+1+1", 5)
+    train(made)
+    trained = fathomlm.load(Path(made.directory) / "last")
+    assert (trained.plan, trained.architecture) == (spec.plan, spec.architecture)
+    assert trained.config.kept_layers == [0, 1, 2, 2, 3]
+
+
+def test_every_visit_is_healed_towards_the_layer_that_it_repeats() -> None:
+    plan, teacher_plan = repeated_plan(4, 2), DepthPlan.vanilla(8)
+    assert teacher_steps(plan, teacher_plan, [0, 2, 5, 5, 7]) == (1, 4, 6, 6, 7)
+
+
 def test_long_measurements_run_on_the_device_of_the_run(
     recipe: Make, teacher: Path, token_corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,6 +141,9 @@ def test_tied_and_relaxed_by_activations(recipe: Make, teacher: Path, token_corp
         ({"drop": 0, "neurons": 8}, r"model\.neurons: 8 requires model\.calibrate"),
         ({"drop": 0, "neurons": 8, "recursions": 2, "calibrate": 1024}, r"model\.neurons cannot be combined"),
         ({"drop": 0, "neurons": 80000, "calibrate": 1024}, "neurons must be between 1 and the model's"),
+        ({"repeat": 2}, r"model\.repeat requires model\.drop"),
+        ({"drop": 0, "repeat": 2, "recursions": 2}, r"cannot be combined with model\.recursions"),
+        ({"drop": 0, "repeat": 2, "relax": "lora"}, r"cannot be combined with model\.relax"),
         ({"calibrate": 1024}, r"model\.calibrate requires model\.drop"),
         ({"recursions": 2, "init": "aligned"}, r"model\.init: aligned requires model\.calibrate"),
         ({"drop": 4}, "drop must be between 0 and 3"),

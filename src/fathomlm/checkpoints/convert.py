@@ -30,6 +30,7 @@ from fathomlm.checkpoints.assemble import (
     with_loops,
 )
 from fathomlm.checkpoints.neurons import KeptNeurons
+from fathomlm.checkpoints.repeated import RepeatedLayers
 from fathomlm.checkpoints.resolve import describe, open_source, parse_device, parse_dtype, plain_base
 from fathomlm.checkpoints.tied import KeptLayers, Tying, ranks_within
 from fathomlm.checkpoints.tying import (
@@ -61,6 +62,7 @@ def convert(
     drop: int | None = None,
     by: str | None = None,
     neurons: int | None = None,
+    repeat: int | None = None,
     sharing: str | None = None,
     recursions: int | None = None,
     init: str | None = None,
@@ -84,9 +86,10 @@ def convert(
 
     `drop` leaves out so many layers first, `by` influence, greedy, stepwise or last; nothing is tied then unless `sharing`
     or `recursions` say so. `neurons` keeps so many feed-forward neurons of each layer that is left; it requires
-    `activations` with moments. `activations` are what `measure_activations` found of the same model; inits then default to
-    influence where they would to stepwise, and to aware. `budget` gives lora and dora the ranks that restore most where the
-    whole result has at most this part of the model's bytes, in the same number format.
+    `activations` with moments. `repeat` runs each inner layer that is left so often in place, in smaller steps.
+    `activations` are what `measure_activations` found of the same model; inits then default to influence where they would
+    to stepwise, and to aware. `budget` gives lora and dora the ranks that restore most where the whole result has at most
+    this part of the model's bytes, in the same number format.
 
     `init` defaults to what the thesis found best: average under lora or dora, stepwise otherwise. `rank` is a number for
     every linear, or pairs such as "q=64,kv=128,ffn=256" (linears not named get none). `linears_only` leaves norms and
@@ -102,7 +105,14 @@ def convert(
     looped = _looped(source)
     relooped = looped is not None and looped.plan.injection and recursions is not None
     if looped is not None and (router is not None or kv is not None or relooped):
-        tying: dict[str, Any] = {"sharing": sharing, "resize": resize, "drop": drop, "by": by, "neurons": neurons}
+        tying: dict[str, Any] = {
+            "sharing": sharing,
+            "resize": resize,
+            "drop": drop,
+            "by": by,
+            "neurons": neurons,
+            "repeat": repeat,
+        }
         tying |= {} if relooped else {"recursions": recursions}
         tying |= {"activations": activations, "budget": budget}
         tying |= {
@@ -128,6 +138,9 @@ def convert(
         raise OptionError("by says which layers are dropped; it requires drop")
     if neurons is not None and drop is None:
         raise OptionError("neurons requires drop, which may be 0")
+    if repeat is not None:
+        others = {"sharing": sharing, "recursions": None if recursions == 1 else recursions, "init": init, "relax": relax}
+        _check_repeat(repeat, drop, others)
     plain = drop is not None and sharing is None
     times = recursions if recursions is not None else 1 if plain else DEFAULT_RECURSIONS
     _check_one(times, init, norm_init, resize)
@@ -145,6 +158,10 @@ def convert(
         base = _narrower(base, neurons, activations, times)
     how = "add" if resize is True else resize or None
     plan = DepthPlan.build(sharing or "cycle", times, base.architecture.layers, how)
+    if repeat is not None:
+        base = RepeatedLayers(base, repeat)
+        plan, init, activations = base.looped, "average", None
+        dropped = [dropped[layer] for layer in base.layers] if dropped is not None else None
     routed = routed_plan(plan, router, kv)
     relaxation = build_relaxation(base.architecture.linears(), relax, rank, prefix_length, linears_only=linears_only)
     check_fits(relaxation, plan)
@@ -165,6 +182,15 @@ def convert(
     _Conversion(tying_of, result, start, kind, place, torch.Generator().manual_seed(seed)).run(on_layer)
     tied = finish(result, base.tokenizer())
     return _with_open_routers(replan(tied, routed, seed=seed))
+
+
+def _check_repeat(repeat: int, drop: int | None, others: dict[str, Any]) -> None:
+    if drop is None:
+        raise OptionError("repeat requires drop, which may be 0")
+    if repeat < 2:
+        raise OptionError(f"repeat must be >= 2, got {repeat}")
+    for name in (name for name, value in others.items() if value is not None):
+        raise OptionError(f"repeat ties the layers that are left in its own way; it cannot be combined with {name}")
 
 
 def _narrower(base: BaseCheckpoint, neurons: int, activations: Activations | None, recursions: int) -> BaseCheckpoint:

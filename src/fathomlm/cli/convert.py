@@ -67,7 +67,7 @@ class Convert(ForceOptions, DtypeOptions, SeedOptions, JsonOptions):
         begin = time.perf_counter()
         fields: dict[str, Any] = asdict(self.plan) | asdict(self.inits) | asdict(self.relaxation)
         fields |= {"router": self.routing.routing, "kv": self.routing.kv, "drop": self.dropping.drop, "by": self.dropping.by}
-        fields |= {"neurons": self.dropping.neurons}
+        fields |= {"neurons": self.dropping.neurons, "repeat": self.dropping.repeat}
         source = open_source(self.model)
         measured = self.dropping.measured(source, moments=self._reads_moments(), device=self.device)
         fields |= {"dtype": self.dtype, "device": self.device, "seed": self.seed, "activations": measured}

@@ -116,6 +116,7 @@ def _load(options: Export) -> FathomModel:
     dropping = options.dropping
     measured = dropping.measured(source, moments=dropping.neurons is not None)
     fields: dict[str, Any] = {"drop": dropping.drop, "by": dropping.by, "neurons": dropping.neurons}
+    fields |= {"repeat": dropping.repeat}
     return convert(source, **fields, activations=measured, dtype=options.dtype)
 
 

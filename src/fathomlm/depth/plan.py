@@ -439,3 +439,21 @@ def _does_not_divide(recursions: int, base_layers: int, core: int, ends: tuple[i
         f"{recursions} recursions do not divide {core} layers{apart}; these do: {fits}. "
         f"--resize adds {total - base_layers} ({shape} looped {recursions} times, {total} layers in all)"
     )
+
+
+REPEATED_ENDS = (2, 1)
+"""Layers at the beginning and the end that are not repeated in place: those that write most to the residual stream."""
+
+
+def repeated_plan(layers: int, times: int) -> DepthPlan:
+    """Each of so many layers `times` times in a row, but for those at the ends."""
+    if layers <= sum(REPEATED_ENDS):
+        raise OptionError(f"repeat leaves the first two layers and the last alone; it requires more than 3, got {layers}")
+    return DepthPlan.build("middle-sequence", times, len(repeated_layers(layers, times)), ends=REPEATED_ENDS)
+
+
+def repeated_layers(layers: int, times: int) -> tuple[int, ...]:
+    """The layer at each step of that plan."""
+    first, last = REPEATED_ENDS
+    inner = range(first, layers - last)
+    return (*range(first), *(layer for layer in inner for _ in range(times)), *range(layers - last, layers))

@@ -122,6 +122,10 @@ class DropOptions:
         help="with --calibrate: keep N feed-forward neurons of each layer that is left (--drop 0 leaves all), those that "
         "add most, and fit them to what all of them put out",
     )  # fmt: skip
+    repeat: int | None = option(
+        None, ge=2, metavar="R", requires=("drop",),
+        help="run each layer that is left R times in place, in steps of 1/R, but for the first two and the last",
+    )  # fmt: skip
 
 
 def with_neurons(architecture: Architecture, neurons: int) -> Architecture:

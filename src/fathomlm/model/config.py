@@ -112,8 +112,9 @@ class FathomConfig(PreTrainedConfig):  # type: ignore[misc]
         kept = self.kept_layers
         if kept is None:
             return
-        rising = isinstance(kept, list) and all(is_int(layer) for layer in kept) and kept == sorted(set(kept))
-        if not rising or len(kept) != self.architecture["layers"] or kept[0] < 0:
+        rising = isinstance(kept, list) and all(is_int(layer) for layer in kept) and kept == sorted(kept)
+        once = isinstance(kept, list) and (self.plan["recursions"] > 1 or len(set(kept)) == len(kept))
+        if not rising or not once or len(kept) != self.architecture["layers"] or kept[0] < 0:
             raise OptionError(f"kept_layers must be one rising number for each layer, or null, got {kept!r:.60}")
 
     def build_parts(self) -> tuple[Architecture, DepthPlan, Relaxation | None]:

@@ -182,7 +182,8 @@ def _from_source(
     assert model.source is not None
     check_tying(model, *architecture_of(model.source)[1:])
     measured = _activations(model, corpus, device, on_layer)
-    dropping: dict[str, Any] = {"drop": model.drop, "by": model.by, "neurons": model.neurons, "activations": measured}
+    dropping: dict[str, Any] = {name: getattr(model, name) for name in ("drop", "by", "neurons", "repeat")}
+    dropping |= {"activations": measured}
     if model.recursions == 1:
         if model.drop is None:
             loaded = load(model.source, dtype=torch.float32)
@@ -217,7 +218,7 @@ def _activations(
 
 
 def _from_scratch(model: ModelRecipe, seed: int, corpus: Corpus, tokenizer: Any) -> FathomModel:
-    for name in ("init", "norm_init", "relax_init", "drop", "by", "neurons", "calibrate"):
+    for name in ("init", "norm_init", "relax_init", "drop", "by", "neurons", "repeat", "calibrate"):
         if getattr(model, name) is not None:
             raise OptionError(f"model.{name} says what a tied model starts from; without model.source there is nothing")
     architecture = scratch_architecture(model, corpus.manifest.vocab)

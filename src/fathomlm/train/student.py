@@ -10,6 +10,7 @@ from typing import Any
 from fathomlm.checkpoints.resolve import architecture_of, encoder_of
 from fathomlm.checkpoints.tying import CALIBRATED
 from fathomlm.depth import Architecture, DepthPlan, ExitParts, Relaxation
+from fathomlm.depth.plan import repeated_layers, repeated_plan
 from fathomlm.depth.presets import PRESETS, T5_FAMILIES, with_t5_traits
 from fathomlm.depth.relaxation import RELAXATIONS, build_relaxation, check_fits
 from fathomlm.depth.sharing import MEASURED, kept_layers, with_neurons
@@ -77,6 +78,9 @@ def read_student(recipe: Recipe, *, foresee: bool = False, source: StudentSpec |
         check_tying(model, own_plan, own_relaxation)
         if model.drop is not None:
             architecture, own_plan = dropped(model, architecture), None
+        if model.repeat is not None:
+            own_plan = repeated_plan(architecture.layers, model.repeat)
+            architecture = architecture.with_layers(repeated_layers(architecture.layers, model.repeat))
         if model.recursions == 1:
             own = own_plan or DepthPlan.vanilla(architecture.layers)
             plan, relaxation = route_plan(model, own), fine_tuning(model, architecture) or own_relaxation
@@ -172,6 +176,10 @@ def check_tying(model: ModelRecipe, plan: DepthPlan | None, relaxation: Relaxati
         given["relax_init"] = model.relax_init in CALIBRATED["relax-init"]
         for name in (name for name, wants in given.items() if wants):
             raise OptionError(f"model.{name}: {getattr(model, name)} requires model.calibrate, such as 16384")
+    if model.repeat is not None:
+        others = {"recursions": model.recursions > 1, "relax": model.relax is not None}
+        for name in (name for name, given_ in others.items() if given_):
+            raise OptionError(f"model.repeat ties the layers that are left; it cannot be combined with model.{name}")
     if model.neurons is not None and model.recursions > 1:
         raise OptionError("model.neurons cannot be combined with model.recursions: what is tied afterwards was not measured")
     if model.recursions == 1:

@@ -129,7 +129,7 @@ def teacher_steps(plan: DepthPlan, teacher: DepthPlan, kept: Sequence[int] | Non
             f"loss.heal requires as its teacher the plain model that the student was made from (by model.recursions, "
             f"model.drop or `fathomlm convert`): the student stands for {plan.base_layers} layers, the teacher has {layers}"
         )
-    ends = [*(following - 1 for following in places[1:]), layers - 1]
+    ends = [min((place for place in places if place > own), default=layers) - 1 for own in places]
     found = [ends[step.origin] for step in plan]
     return (*found[:-1], layers - 1)
 
