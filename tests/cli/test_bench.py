@@ -308,7 +308,7 @@ BAD: list[tuple[tuple[str, ...], str]] = [
         ("throughput", "--depth", "confidence", "--exit-rate", "0.5"),
         "--exit-rate cannot be combined with --depth confidence",
     ),
-    (("throughput", "--max-sequences", "5", "--batch-size", "2"), "max_sequences must be batch_size"),
+    (("throughput", "--max-sequences", "1", "--batch-size", "2"), "max_sequences must be at least batch_size"),
     (("throughput", "--router-alpha", "1"), "--router-alpha requires --router"),
     (("throughput", "--resize"), "--resize requires --sharing or --recursions"),
     (("throughput", "--recursions", "3"), "3 recursions do not divide 4 layers"),

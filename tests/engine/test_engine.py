@@ -16,7 +16,7 @@ from fathomlm.depth import DepthPlan
 from fathomlm.engine import layers
 from fathomlm.engine.engine import Engine
 from fathomlm.engine.programs.base import SamplingVariant
-from fathomlm.engine.request import Request
+from fathomlm.engine.request import Request, TokenLogprobs
 from fathomlm.errors import FathomError, OptionError, RequestTooLarge
 from fathomlm.lab.bench.models import random_model
 from fathomlm.model.hub import FathomForCausalLM
@@ -97,6 +97,34 @@ def test_fewer_slots_than_rows_and_one_row() -> None:
         {"batch_size": 1, "max_sequences": 1},
     ):
         assert found(model, Engine(model, **(SMALL | sizes))) == wanted
+
+
+@pytest.mark.parametrize("mode", ["plain", "static", "gemma3"])
+def test_more_sequences_than_rows_where_every_token_runs_every_layer(mode: str) -> None:
+    """Those that came first run; the next takes the row of one that ends, before the host hears of it."""
+    model = build("gemma3" if mode == "gemma3" else "vanilla")
+    leaves = exiting("vanilla", "static") if mode == "static" else None
+    work = [
+        Request(id=i, prompt=tuple(prompt), sampling=Sampling(max_new_tokens=new, ignore_eos=True), logprobs=2)
+        for i, (prompt, new) in enumerate(zip(2 * many(model), 5 * (2, 6, 3, 5, 1, 7), strict=False))
+    ]
+    steps, first = [], list[TokenLogprobs]()
+    for sequences in (2, 3, 5):
+        sizes = SMALL | {"batch_size": 2, "max_sequences": sequences, "burst": 4, "lag": 1, "prefill_chunk": 64}
+        engine = Engine(model, exiting=leaves, **sizes)
+        results = engine.run(work)
+        for result, request in zip(results, work, strict=True):
+            alone = generate(model, [list(request.prompt)], request.sampling, exiting=leaves)[0]
+            assert result.tokens == alone.tokens
+        told = [one for result in results for one in result.logprobs or ()]
+        first = told if sequences == 2 else first
+        assert [one.logprob for one in told] == pytest.approx([one.logprob for one in first], abs=1e-4)
+        assert [[token for token, _ in one.top] for one in told] == [[token for token, _ in one.top] for one in first]
+        _nothing_is_left(engine)
+        steps.append(engine.totals.decode_steps)
+    assert steps[0] > steps[1] >= steps[2], "rows are not empty for as long"
+    with pytest.raises(OptionError, match="max_sequences must be at least batch_size"):
+        Engine(model, exiting=leaves, **SMALL, max_sequences=2)
 
 
 @pytest.mark.parametrize("kind", ["whole", "routed"])

@@ -74,11 +74,10 @@ PLANS = {
 """The kinds of program; new ones at the end, since their order decides what `test_crowds` plays. The routed ones have four
 tables, or one; in the looped ones rows in front of the exits and behind them share passes. With an encoder the prompt is its
 source. What is drafted and verified is what the whole model says, drawn tokens too."""
-TOGETHER = (
-    "whole", "whole, encoder", "whole, injected", "exits, static", "drafts, a layer behind", "drafts, a tree",
-    "drafts, a tree, windows",
-)  # fmt: skip
+TOGETHER = ("drafts, a layer behind", "drafts, a tree", "drafts, a tree, windows")
 """Kinds in which a slot has its rows in every pass."""
+WHOLE = ("whole", "whole, encoder", "whole, injected", "exits, static")
+"""Kinds with at least as many slots as rows."""
 SAMPLED = {"temperature": 0.9, "top_p": 0.95, "repetition_penalty": 1.3}
 
 
@@ -236,7 +235,7 @@ def sizes(draw: st.DrawFn, kind: str) -> dict[str, Any]:
     rows = draw(st.integers(1, 4))
     chosen: dict[str, Any] = {
         "batch_size": rows,
-        "max_sequences": rows if kind in TOGETHER else draw(st.integers(1, 6)),
+        "max_sequences": rows if kind in TOGETHER else draw(st.integers(rows if kind in WHOLE else 1, 6)),
         "page_size": draw(st.sampled_from([1, 2, 4, 8])),
         "prefill_chunk": draw(st.sampled_from([1, 3, 8, 64])),
         "max_length": draw(st.sampled_from([SHORT, SHORT, LONGEST, 2 * LONGEST])),

@@ -264,11 +264,12 @@ class Engine:
             self._collect_first(1)
 
     def _steps_needed(self) -> int:
-        """How many decode steps any sequence will need beyond those in flight: each has a token of every sequence, or with
-        drafts about as many as of late. 0 where it is better to wait for what those in flight bring."""
+        """How many decode steps the sequences will need beyond those in flight: each has a token of as many as there are
+        rows, or with drafts about as many as of late. 0 where it is better to wait for what those in flight bring."""
         if self._pace is None:
             return self.runner.sizes.burst
-        left = self._records.most_left() - self._pace * len(self._in_flight)
+        rows = self.options.batch_size if self._kind == "whole" else self.runner.sizes.max_sequences
+        left = self._records.most_left(rows) - self._pace * len(self._in_flight)
         return max(0 if self._in_flight else 1, math.ceil(left / self._pace))
 
     def _launch(self, burst: int, drafts: bool) -> None:

@@ -22,7 +22,8 @@ class EngineOptions:
     max_sequences: int | None = option(
         None, ge=1, help="max concurrent sequences", default_text="the batch size; twice that where tokens differ in depth"
     )
-    """Twice as many where tokens differ in depth, so that every pass is full (thesis 3.3.5)."""
+    """Twice as many where tokens differ in depth, so that every pass is full (thesis 3.3.5). Where they do not, a GPU has a
+    few more than the batch size, which take the rows of those that end."""
     max_length: int | None = option(
         None, ge=2, help="max tokens per sequence, prompt included", default_text="the model's context"
     )

@@ -62,6 +62,9 @@ CPU_ROOM = 1 << 30
 """Bytes of a KV cache on a CPU where nobody says, unless a quarter of what all sequences may need is more."""
 OVERBOOKED = 2
 """Sequences for each token of a forward pass, where tokens differ in depth."""
+RELIEVED = 32
+"""Where they do not, on a GPU: tokens of a forward pass for each further sequence, which takes the row of one that ends.
+With outputs of 256 tokens one of 256 ends in a decode step, and the host hears of it some five steps later."""
 UNTOLD = -(1 << 62)
 """Stands where a pass that runs will tell something else."""
 LOOKS = 1024
@@ -423,12 +426,13 @@ def _check_entries(options: EngineOptions, device: torch.device) -> None:
 def _sizes(decoder: Decoder, layout: Layout, options: EngineOptions, gpu: bool, exiting: Exiting | None) -> Sizes:
     a, plan = decoder.architecture, decoder.plan
     behind = exiting is not None and exiting.drafts_behind(plan)
-    together = layout.kind == "whole" or behind
-    over = 1 if together else OVERBOOKED
-    sequences = options.batch_size * over if options.max_sequences is None else options.max_sequences
-    if together and sequences != options.batch_size:
+    sequences = options.max_sequences or usual_sequences(layout, options.batch_size, gpu, behind)
+    if behind and sequences != options.batch_size:
+        raise OptionError(f"max_sequences must be batch_size with a draft layer, got {sequences} and {options.batch_size}")
+    if layout.kind == "whole" and sequences < options.batch_size:
         raise OptionError(
-            f"max_sequences must be batch_size where every token runs every layer, got {sequences} and {options.batch_size}"
+            "max_sequences must be at least batch_size where every token runs every layer, "
+            f"got {sequences} and {options.batch_size}"
         )
     max_length = a.context if options.max_length is None else options.max_length
     max_source = (a.context if options.max_source is None else options.max_source) if a.cross else 0
@@ -466,6 +470,15 @@ def _sizes(decoder: Decoder, layout: Layout, options: EngineOptions, gpu: bool, 
     chunk = options.prefill_chunk or (GPU_CHUNK if gpu else CHUNK)
     lookahead = (lag + 1) * burst * in_a_step + 1 + waiting
     return Sizes(layout.tables, pool_pages, sequences, max_length, chunk, lookahead, burst, lag, max_source, spare)
+
+
+def usual_sequences(layout: Layout, batch_size: int, gpu: bool, behind: bool = False) -> int:
+    """How many sequences are on the device where nobody says. `behind`: with a draft layer."""
+    if behind:
+        return batch_size
+    if layout.kind == "whole":
+        return batch_size + (batch_size // RELIEVED if gpu else 0)
+    return OVERBOOKED * batch_size
 
 
 def room(device: torch.device) -> int:
@@ -538,7 +551,8 @@ def ample_memory(decoder: Decoder, options: EngineOptions, tokens: int, exiting:
     """Bytes of a KV cache that never preempts: for every sequence `tokens` tokens, each of which goes as deep as it can, and
     one more page per table."""
     layout = layout_for(decoder, exiting)
-    slots = options.max_sequences or options.batch_size * (1 if layout.kind == "whole" else OVERBOOKED)
+    gpu = decoder.embed.weight.is_cuda
+    slots = options.max_sequences or usual_sequences(layout, options.batch_size, gpu)
     dtype, size = entry_dtype(options.kv_dtype, decoder.embed.weight.dtype), options.page_size
     pages = slots * (-(-tokens // size) + 1)
     sizes = pool_page_bytes(decoder.architecture, layout, size, dtype)

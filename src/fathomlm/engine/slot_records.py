@@ -97,9 +97,12 @@ class SlotRecords:
         """What still arrives of a slot's sequence is not wanted."""
         self.epoch_S[slot], self.watched_S[slot] = NOBODY, False
 
-    def most_left(self) -> int:
-        """The most tokens that any sequence still lacks, as far as they have arrived."""
-        return int(np.where(self.epoch_S == NOBODY, 0, self.most_S - self.known_S).max())
+    def most_left(self, rows: int = 1) -> int:
+        """The most tokens that any sequence still lacks, as far as they have arrived, or that each of so many rows must add
+        where there are more sequences than rows."""
+        left_S = np.where(self.epoch_S == NOBODY, 0, self.most_S - self.known_S)
+        here = np.count_nonzero(left_S) > rows
+        return max(int(left_S.max()), -(-int(left_S.sum()) // rows) if here else 0)
 
     def grant(self, rooms: Mapping[tuple[int, int], int], most: Iterable[int], lookahead: int) -> None:
         """By slot and table, how many entries there are pages for, and for each of them the most that there will ever be."""

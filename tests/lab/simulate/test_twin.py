@@ -46,6 +46,7 @@ CASES: dict[str, Any] = {
     "exits, one block": lambda: exits("lora", batch_size=5),
     "exits, shared": lambda: exits("plain-shared-kv"),
     "exits, copied": lambda: exits("lora", mode="state-copy"),
+    "whole, more sequences": lambda: (build("vanilla"), None, {"max_sequences": 5}),
 }
 
 
@@ -61,6 +62,7 @@ def requests(vocab: int) -> list[Request]:
 
 PACES: dict[str, dict[str, int]] = {"at once": {}, "host behind": {"burst": 3, "lag": 1}}
 OTHER = [("whole, few pages", "at once"), ("routed, forced", "at once"), ("exits, two parts", "host behind")]
+OTHER += [("whole, more sequences", "at once")]
 """A case of each program at the other pace too."""
 
 

@@ -2,7 +2,9 @@
 With a static exit every step up to that one: a shallow model.
 
 A row is a slot: what is in slot n is row n. Slots that are empty, or that wait for pages, are holes. Where few are occupied,
-fewer rows run, and those that have something to do are looked for first.
+fewer rows run, and those that have something to do are looked for first. Where there are more slots than rows, the sequences
+that were placed first run, and the next one takes the row of one that ends at once: the host would hear of it some decode
+steps later.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from fathomlm.engine.schedule import Placement
 class WholeProgram:
     def __init__(self, parts: ProgramContext, exit: int | None = None) -> None:
         """`exit` is the index of the step after which every token exits; None: none does."""
-        assert parts.batch_size == parts.state.slots, "a row is a slot"
+        assert parts.batch_size <= parts.state.slots, "every row has a slot"
         self.parts, plan = parts, parts.plan
         device = parts.state.device
         self.steps = plan.steps if exit is None else plan.steps[: exit + 1]
@@ -39,8 +41,8 @@ class WholeProgram:
         self._choose = TokenChooser(parts)
 
     def decode_step(self, variant: SamplingVariant) -> None:
-        parts, s, N = self.parts, self.parts.state, variant.rows
-        rows_N = self._rows_N if N is None else self._pick(s.numbers_SC, s.entries_ST, s.capacity_ST, N)
+        parts, s, N = self.parts, self.parts.state, variant.rows or self.parts.batch_size
+        rows_N = self._rows_N if s.slots == N else self._pick(s.numbers_SC, s.entries_ST, s.capacity_ST, N)
         tokens_N, positions_N, live_N, *found = self._begin(
             s.numbers_SC, s.entries_ST, s.capacity_ST, s.tables_STP, rows_N, parts.page_size, self._angles
         )
@@ -49,7 +51,7 @@ class WholeProgram:
         if self.own:
             x_NM = parts.layers.run(x_NM, self.own, seen, positions_N)
         scores_NV = parts.layers.scores(x_NM, self._exit)
-        output = self.output if N is None else self.output.part(0, N)
+        output = self.output.part(0, N)
         self._choose(scores_NV, rows_N, live_N, self._depth_N[:N], self._confidence_N[:N], variant, output)
 
     def prefill(self, batch: PrefillBatch) -> None:
@@ -84,9 +86,9 @@ def count_entries(state: EngineState, table: int, slots_N: Tensor) -> None:
 
 
 def pick_live(numbers_SC: Tensor, entries_ST: Tensor, capacity_ST: Tensor, many: int) -> Tensor:
-    """The slots that have something to run, of which there are at most `many`."""
-    stage_S = numbers_SC[:, 2]
-    return pick((stage_S == ENTER) & (entries_ST[:, 0] < capacity_ST[:, 0]), torch.zeros_like(stage_S), many)
+    """The slots that have something to run, or the `many` of them whose sequences came first."""
+    stage_S, since_S = numbers_SC[:, 2], numbers_SC[:, 3]
+    return pick((stage_S == ENTER) & (entries_ST[:, 0] < capacity_ST[:, 0]), since_S, many)
 
 
 def begin(

@@ -124,17 +124,18 @@ class Device:
 
 
 class PlainDevice(Device):
-    """Every token runs everything, in a pass of its own sequence's row (`programs.whole`)."""
+    """Every token runs everything, in a pass of its own sequence's row (`programs.whole`); where there are more sequences
+    than rows, those that came first run."""
 
     def __init__(self, batch_size: int) -> None:
         super().__init__(1, batch_size)
 
     def decode_step(self) -> SimulatedStep:
+        ready = [one for one in self.sequences.values() if one.stage == ENTER and one.entries[0] < one.capacity[0]]
         chosen = []
-        for sequence in self.sequences.values():
-            if sequence.stage == ENTER and sequence.entries[0] < sequence.capacity[0]:
-                sequence.entries[0] += 1
-                chosen.append(sequence.choose())
+        for sequence in self._oldest(ready) if len(ready) > self.batch_size else ready:
+            sequence.entries[0] += 1
+            chosen.append(sequence.choose())
         return SimulatedStep([("step", len(chosen))], chosen)
 
 

@@ -205,11 +205,12 @@ class Simulation:
             self._collect(*self._flying.popleft())
 
     def _burst(self) -> int:
-        """Decode steps of the next burst: where each has a token of every sequence, no more than any lacks tokens beyond
-        those in flight."""
+        """Decode steps of the next burst: where each has a token of as many sequences as there are rows, no more than they
+        lack tokens beyond those in flight."""
         if not isinstance(self.device, PlainDevice):
             return self.setting.burst
-        lacks = max(sequence.max_new_tokens - len(sequence.tokens) for sequence in self.scheduler.placed)
+        left, rows = [one.max_new_tokens - len(one.tokens) for one in self.scheduler.placed], self.device.batch_size
+        lacks = max(*left, -(-sum(left) // rows) if len(left) > rows else 0)
         return min(self.setting.burst, max(0 if self._flying else 1, lacks - len(self._flying)))
 
     def _in_slot(self, slot: int) -> Sequence:
