@@ -176,7 +176,8 @@ def _swap(temporary: Path, out: Path) -> None:
         sync_directory(out.parent)
     except OSError as error:
         raise OutputError(f"{out} is complete, but may not survive a power failure: {error.strerror or error}") from error
-    shutil.rmtree(old, ignore_errors=True)
+    if old.exists():
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def _discard(temporary: Path, made: list[Path]) -> None:
