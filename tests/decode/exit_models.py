@@ -85,6 +85,7 @@ ALL = MODELS | OWN_LAYERS | DRAFTS
 MAIN = ("vanilla", "lora", "gemma3")
 OTHERS = tuple(name for name in MODELS | OWN_LAYERS if name not in MAIN)
 PROMPTS = [[5, 9, 33, 7, 81, 2, 64, 13, 50], [17], [3, 90, 11, 42]]
+MANY = [*PROMPTS, [44, 2]]
 NEW = 8
 SAMPLED = {"temperature": 0.9, "top_k": 40, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.2, "seed": 7}
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from decode.exit_models import DRAFTS, NEW, PROMPTS, build, exiting, tokens, told
-from decode.test_exits_drafts import FAR, FILTERS, TINY, distance, drawn, exact
+from decode.test_exits_drafts import FAR, FILTERS, TINY, distance, drawn, exact, full_run
 from fathomlm.decode import early_exit, parallel_decoding
 from fathomlm.decode.draft_layer import DraftLayerDecoding
 from fathomlm.decode.exiting import Exiting
@@ -18,14 +18,14 @@ from fathomlm.decode.sampling import Sampling
 from fathomlm.depth import DepthPlan
 from fathomlm.errors import OptionError
 from fathomlm.model.hub import FathomConfig, FathomForCausalLM
+from pairwise import in_turn
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.mark.parametrize("penalty", [1.0, 1.5])
-@pytest.mark.parametrize("name", DRAFTS)
+@pytest.mark.parametrize(("name", "penalty"), [("draft", 1.0), *in_turn(DRAFTS, (1.5, 1.0), 0)])
 def test_it_is_full_greedy_decoding(name: str, penalty: float) -> None:
-    full = tokens(generate(build(name), PROMPTS, max_new_tokens=NEW, repetition_penalty=penalty))
+    full = full_run(name, penalty)
     for threshold, stack in ((0.0, 4), (0.0, 16), (0.02, 5), (1.0, 4), (0.0, 1), (0.0, 2)):
         setting = exiting(name, "speculative", threshold=threshold, max_stack=stack)
         got = generate(build(name), PROMPTS, max_new_tokens=NEW, repetition_penalty=penalty, exiting=setting)
@@ -133,5 +133,5 @@ def test_other_modes_say_that_it_is_no_exit() -> None:
     with pytest.raises(OptionError, match="classifier"):
         generate(build("draft"), PROMPTS, max_new_tokens=2, exiting=Exiting(mode="speculative", confidence="classifier"))
     full = generate(build("draft"), PROMPTS, max_new_tokens=NEW, exiting=Exiting(mode="full"))
-    assert tokens(full) == tokens(generate(build("draft"), PROMPTS, max_new_tokens=NEW))
+    assert tokens(full) == full_run("draft")
     assert early_exit.exit_cache(build("draft").plan, Exiting(mode="full"), 1, 8).length == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from functools import cache
 from typing import Any
 
 import pytest
@@ -22,9 +23,15 @@ from pairwise import cover
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+@cache
+def full_run(name: str, penalty: float = 1.0) -> list[tuple[int, ...]]:
+    """The tokens of full greedy decoding: computed once, read only."""
+    return tokens(generate(build(name), PROMPTS, max_new_tokens=NEW, repetition_penalty=penalty))
+
+
 @cover(name=MAIN, max_stack=(1, 4, 16), penalty=(1.0, 1.5))
 def test_speculative_is_full_greedy_decoding(name: str, max_stack: int, penalty: float) -> None:
-    full = tokens(generate(build(name), PROMPTS, max_new_tokens=NEW, repetition_penalty=penalty))
+    full = full_run(name, penalty)
     drafted = accepted = 0
     for threshold in (0.0, mixing_threshold(name, 0.2), mixing_threshold(name, 0.6), 1.0):
         setting = exiting(name, "speculative", threshold=threshold, max_stack=max_stack)
@@ -99,7 +106,7 @@ FAR = 4.0
 """By chance less than once in a thousand times; the seeds are fixed."""
 
 
-@pytest.mark.parametrize(("threshold", "max_stack"), [(0.0, 2), (0.3, 16), (1.0, 16)])
+@pytest.mark.parametrize(("threshold", "max_stack"), [(0.0, 2), (0.3, 16)])
 def test_samples_are_distributed_as_the_whole_models(
     tiny: FathomForCausalLM, monkeypatch: pytest.MonkeyPatch, threshold: float, max_stack: int
 ) -> None:
@@ -108,7 +115,7 @@ def test_samples_are_distributed_as_the_whole_models(
     assert distance(results, exact(tiny, Sampling(**FILTERS))) < FAR
     drafts = sum(result.exits.drafted for result in results if result.exits)
     kept = sum(result.exits.accepted for result in results if result.exits)
-    assert (0 < kept < drafts) if threshold < 1 else drafts == 0
+    assert 0 < kept < drafts
     assert threshold != 0.3 or mixed(results)
 
 
@@ -137,9 +144,7 @@ def test_refinement_at_its_ends(name: str, penalty: float) -> None:
     options = {"max_new_tokens": NEW, "repetition_penalty": penalty}
     threshold = mixing_threshold(name, 0.3)
     strict = exiting(name, "parallel", threshold=threshold, refine=0.0)
-    assert tokens(generate(build(name), PROMPTS, exiting=strict, **options)) == tokens(
-        generate(build(name), PROMPTS, **options)
-    )
+    assert tokens(generate(build(name), PROMPTS, exiting=strict, **options)) == full_run(name, penalty)
     lax, plain = (exiting(name, "parallel", threshold=threshold, refine=limit) for limit in (math.inf, None))
     for sampling in ({}, SAMPLED):
         got, expected = (generate(build(name), PROMPTS, exiting=s, **{**options, **sampling}) for s in (lax, plain))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
 
 from decode.exit_models import PROMPTS, build, exiting, mixing_threshold
+from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.full import generate
 from fathomlm.decode.sampling import Sampling
 from fathomlm.engine.engine import Engine
@@ -16,14 +18,20 @@ from fathomlm.engine.runner import UNTOLD
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SIZES: dict[str, Any] = {"max_sequences": 1, "batch_size": 4, "page_size": 4, "max_length": 64, "burst": 2, "lag": 1}
-TOKENS = 24
+TOKENS = 16
+
+
+@cache
+def reference(setting: Exiting) -> list[tuple[int, ...]]:
+    """What is said to each prompt: computed once, read only."""
+    wanted = generate(build("vanilla"), PROMPTS, max_new_tokens=TOKENS, ignore_eos=True, exiting=setting)
+    return [one.tokens for one in wanted]
 
 
 def engine_for(mode: str, **options: Any) -> tuple[Engine, list[tuple[int, ...]]]:
     """An engine, and what the reference says to each prompt."""
     setting = exiting("vanilla", mode, threshold=mixing_threshold("vanilla"), max_stack=4)
-    wanted = generate(build("vanilla"), PROMPTS, max_new_tokens=TOKENS, ignore_eos=True, exiting=setting)
-    return Engine(build("vanilla"), exiting=setting, always_draft=True, **SIZES | options), [w.tokens for w in wanted]
+    return Engine(build("vanilla"), exiting=setting, always_draft=True, **SIZES | options), reference(setting)
 
 
 def request(engine: Engine, number: int, **fields: Any) -> Request:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 
-from decode.exit_models import DRAFTS, NEW, PROMPTS, build, exiting
-from engine.test_engine_exits import MANY, asked
+from decode.exit_models import DRAFTS, MANY, NEW, PROMPTS, build, exiting
+from engine.test_engine_exits import asked, reference
 from fathomlm.decode.full import generate
 from fathomlm.decode.generation import Generation
 from fathomlm.decode.sampling import Sampling
@@ -19,16 +21,23 @@ from fathomlm.engine.programs.base import SamplingVariant
 from fathomlm.engine.programs.draft_layer import DraftLayerProgram
 from fathomlm.engine.request import Request, Result
 from fathomlm.errors import OptionError
+from pairwise import in_turn
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL: dict[str, Any] = {"page_size": 4, "batch_size": 4, "prefill_chunk": 5, "max_length": 48}
 ROOMY = SMALL | {"memory": 10**6, "prefix_caching": False}
 
 
-def full_models(engine: Engine, full: list[Result]) -> None:
+@cache
+def full(name: str) -> list[Result]:
+    """What an engine without drafts says to `asked()`: computed once, read only."""
+    return Engine(build(name), **SMALL).run(asked())
+
+
+def full_models(engine: Engine, name: str) -> None:
     """Every token is, and what was drafted is counted."""
     results = engine.run(asked())
-    assert [(r.tokens, r.finish) for r in results] == [(f.tokens, f.finish) for f in full]
+    assert [(r.tokens, r.finish) for r in results] == [(f.tokens, f.finish) for f in full(name)]
     kept = sum(depth == 1 for r in results for depth in r.depths or ())
     assert (engine.totals.accepted, engine.totals.drafted) == (kept, sum(r.drafted for r in results))
     assert 0 < kept < engine.totals.drafted
@@ -50,12 +59,11 @@ def slow_twins(engine: Engine, wanted: list[Generation]) -> None:
 @pytest.mark.parametrize("name", DRAFTS)
 def test_every_token_is_the_full_models(name: str) -> None:
     """Drawn ones too: a draft and the full model's choice are drawn with the same random number."""
-    full = Engine(build(name), **SMALL).run(asked())
     for threshold, stack, sizes in ((0.0, 4, {}), (0.03, 5, {"burst": 2, "lag": 1}), (0.0, 2, {"batch_size": 1})):
         setting = exiting(name, "speculative", threshold=threshold, max_stack=stack)
         engine = Engine(build(name), exiting=setting, always_draft=True, **(SMALL | sizes))
         assert isinstance(engine.runner.program, DraftLayerProgram)
-        full_models(engine, full)
+        full_models(engine, name)
 
 
 @pytest.mark.parametrize("threshold", [0.0, 0.03])
@@ -63,8 +71,7 @@ def test_every_token_is_the_full_models(name: str) -> None:
 def test_drafts_are_the_slow_twins(name: str, threshold: float) -> None:
     """Which tokens were drafted and kept, and how sure the layer was; prompts come in chunks."""
     setting = exiting(name, "speculative", threshold=threshold, max_stack=4)
-    wanted = generate(build(name), MANY, max_new_tokens=NEW, exiting=setting)
-    slow_twins(Engine(build(name), exiting=setting, always_draft=True, **ROOMY), wanted)
+    slow_twins(Engine(build(name), exiting=setting, always_draft=True, **ROOMY), reference(name, setting))
 
 
 def test_drafting_may_stop_and_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,8 +93,7 @@ def test_drafting_may_stop_and_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(program, "_judge", spy)
     results = engine.generate(MANY, max_new_tokens=NEW)
-    full = generate(build("draft"), MANY, max_new_tokens=NEW)
-    assert [r.tokens for r in results] == [f.tokens for f in full]
+    assert [r.tokens for r in results] == [f.tokens for f in reference("draft")]
     from decode.test_draft_layer import naive_drafts
 
     texts = [[*r.prompt_tokens, *r.tokens] for r in results]
@@ -98,11 +104,16 @@ def test_drafting_may_stop_and_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
             assert drafts == naive_drafts(build("draft"), texts[slot][: position + 1], len(drafts))
 
 
-@pytest.mark.parametrize("name", DRAFTS)
+SHAPES: tuple[tuple[dict[str, Any], int], ...] = (
+    ({"max_stack": 4}, 1), ({"draft_tree": (3, 2)}, 4), ({"draft_best": (5, 2)}, 1), ({"max_stack": 4}, 4),
+)  # fmt: skip
+"""A chain, a tree, the best drafts, each for one sequence or several."""
+OTHERS = [name for name in DRAFTS if name != "draft"]
+
+
 @pytest.mark.parametrize(
-    ("shape", "sequences"),
-    [({"max_stack": 4}, 1), ({"max_stack": 4}, 4), ({"draft_tree": (3, 2)}, 4), ({"draft_best": (5, 2)}, 1)],
-    ids=["chain of one", "chains", "trees", "best of one"],
+    ("name", "shape", "sequences"),
+    [(name, *way) for name, way in [*product(["draft"], SHAPES), *in_turn(OTHERS, SHAPES, 0), *in_turn(OTHERS, SHAPES, 1)]],
 )
 def test_where_drafting_is_off_a_step_is_the_plain_models(
     name: str, shape: dict[str, Any], sequences: int, monkeypatch: pytest.MonkeyPatch
@@ -161,7 +172,7 @@ def test_a_slot_without_a_page_when_drafting_stops_goes_on_behind_its_last_token
 
     monkeypatch.setattr(engine.runner, "launch", scarce)
     results = engine.generate(MANY, max_new_tokens=NEW)
-    assert [r.tokens for r in results] == [f.tokens for f in generate(build("draft"), MANY, max_new_tokens=NEW)]
+    assert [r.tokens for r in results] == [f.tokens for f in reference("draft")]
     assert max(waited) > 1
 
 
@@ -177,12 +188,12 @@ def test_prefixes_are_cached_and_scarce_pages_change_nothing() -> None:
 
 def test_a_draft_ends_a_sequence_only_when_it_is_verified() -> None:
     made = copy.deepcopy(build("draft"))
-    for end in {result.tokens[3] for result in generate(made, MANY, max_new_tokens=NEW)}:
+    for end in {result.tokens[3] for result in reference("draft")}:
         made.config.eos_token_id = made.generation_config.eos_token_id = end
-        full = Engine(made, **SMALL).generate(MANY, max_new_tokens=NEW)
+        plain = Engine(made, **SMALL).generate(MANY, max_new_tokens=NEW)
         setting = exiting("draft", "speculative", threshold=0.0, max_stack=4)
         results = Engine(made, exiting=setting, always_draft=True, **SMALL).generate(MANY, max_new_tokens=NEW)
-        assert [(r.tokens, r.finish) for r in results] == [(f.tokens, f.finish) for f in full]
+        assert [(r.tokens, r.finish) for r in results] == [(f.tokens, f.finish) for f in plain]
 
 
 @pytest.mark.parametrize("fuse", [False, True])
@@ -205,6 +216,6 @@ def test_an_exit_vocabulary_and_a_threshold_of_a_request(fuse: bool) -> None:
 def test_the_engine_decides_whether_to_draft_and_says_what_it_cannot_do() -> None:
     setting = exiting("draft", "speculative", threshold=0.0, max_stack=4)
     results = Engine(build("draft"), exiting=setting, **SMALL).generate(MANY, max_new_tokens=NEW)
-    assert [r.tokens for r in results] == [f.tokens for f in generate(build("draft"), MANY, max_new_tokens=NEW)]
+    assert [r.tokens for r in results] == [f.tokens for f in reference("draft")]
     with pytest.raises(OptionError, match="max_sequences must be batch_size"):
         Engine(build("draft"), exiting=setting, **SMALL, max_sequences=6)

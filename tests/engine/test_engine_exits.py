@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from decode.exit_models import LLAMA, NEW, PROMPTS, build, exit_layer, exiting, mixing_threshold
+from decode.exit_models import LLAMA, MANY, NEW, PROMPTS, build, exit_layer, exiting, mixing_threshold
 from fathomlm.decode.exiting import Exiting
-from fathomlm.decode.full import generate
+from fathomlm.decode.full import Generation, generate
 from fathomlm.decode.sampling import Sampling
 from fathomlm.depth import DepthPlan
 from fathomlm.engine.device_state import ENTER
@@ -26,11 +26,11 @@ from fathomlm.engine.programs.exits import ExitProgram
 from fathomlm.engine.request import Request
 from fathomlm.errors import OptionError
 from fathomlm.model.hub import FathomConfig, FathomForCausalLM
+from pairwise import cover, in_turn
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 SMALL: dict[str, Any] = {"page_size": 4, "batch_size": 4, "max_sequences": 6, "prefill_chunk": 5, "max_length": 48}
-MANY = [*PROMPTS, [44, 2]]
 
 
 @cache
@@ -61,8 +61,14 @@ def model(name: str) -> FathomForCausalLM:
     return made
 
 
+@cache
+def reference(name: str, setting: Exiting | None = None) -> list[Generation]:
+    """What the reference decoder says to `MANY`: computed once, read only."""
+    return generate(model(name), MANY, max_new_tokens=NEW, exiting=setting)
+
+
 def compare(engine: Engine, setting: Exiting, name: str) -> None:
-    wanted = generate(model(name), MANY, max_new_tokens=NEW, exiting=setting)
+    wanted = reference(name, setting)
     results = engine.generate(MANY, max_new_tokens=NEW)
     assert [(r.tokens, r.depths) for r in results] == [(w.tokens, w.exit_layers) for w in wanted]
     assert len({depth for result in results for depth in result.depths or ()}) > 2, "tokens exit at several layers"
@@ -100,14 +106,16 @@ def test_several_exits(name: str, layers: tuple[int, ...], shares: bool, mode: s
 @pytest.mark.parametrize("name", ["own-layer", "own-lora", "own-shared-kv"])
 def test_an_exit_with_a_layer_of_its_own(name: str) -> None:
     setting = exiting(name, "parallel", threshold=mixing_threshold(name), max_stack=3)
-    wanted = generate(model(name), MANY, max_new_tokens=NEW, exiting=setting)
+    wanted = reference(name, setting)
     results = Engine(model(name), exiting=setting, burst=2, lag=1, **SMALL).generate(MANY, max_new_tokens=NEW)
     assert [(r.tokens, r.depths) for r in results] == [(w.tokens, w.exit_layers) for w in wanted]
 
 
-@pytest.mark.parametrize("mode", ["parallel", "state-copy", "speculative"])
-@pytest.mark.parametrize("name", ["vanilla", "own-layer", "shared-kv"])
-@pytest.mark.parametrize("sizes", [{}, {"burst": 4, "lag": 1}])
+@cover(
+    mode=["parallel", "state-copy", "speculative"],
+    name=["vanilla", "own-layer", "shared-kv"],
+    sizes=[{}, {"burst": 4, "lag": 1}],
+)
 def test_with_one_sequence_the_host_chooses_passes(mode: str, name: str, sizes: dict[str, Any], monkeypatch: Any) -> None:
     """A deep pass runs when a token needs it, or as many wait as may: no more of them than the reference runs."""
     stack = {} if mode == "state-copy" else {"max_stack": 3}
@@ -118,7 +126,6 @@ def test_with_one_sequence_the_host_chooses_passes(mode: str, name: str, sizes: 
     launch = engine.runner.launch
     monkeypatch.setattr(engine.runner, "launch", lambda **given: passes.append(given["only"]) or launch(**given))
     for settings in ({}, {"temperature": 0.8, "seed": 3}):
-        wanted = generate(model(name), MANY, max_new_tokens=NEW, exiting=setting)
         many = Engine(model(name), exiting=setting, always_draft=True, **SMALL)
         alone = [engine.generate([prompt], max_new_tokens=NEW, **settings)[0] for prompt in MANY]
         beside = many.generate(MANY, max_new_tokens=NEW, **settings)
@@ -126,6 +133,7 @@ def test_with_one_sequence_the_host_chooses_passes(mode: str, name: str, sizes: 
         if mode != "speculative":
             assert [r.depths for r in alone] == [r.depths for r in beside]
         if not settings:
+            wanted = reference(name, setting)
             assert [r.tokens for r in alone] == [w.tokens for w in wanted]
             deep = sum(kind == "deep" for kind, _ in passes)
             most = sum(w.exits.deep_passes or 0 for w in wanted if w.exits)
@@ -138,13 +146,13 @@ def test_with_one_sequence_the_host_chooses_passes(mode: str, name: str, sizes: 
 def test_a_static_exit_is_a_shallow_model(name: str, layer: int, fuse: bool) -> None:
     """Pages for its layers alone, and none behind the exit run."""
     setting = Exiting(mode="static", exit_layers=(layer,))
-    wanted = generate(model(name), MANY, max_new_tokens=NEW, exiting=setting)
+    wanted = reference(name, setting)
     engine = Engine(model(name), exiting=setting, fuse=fuse, **SMALL | {"max_sequences": None})
     results = engine.generate(MANY, max_new_tokens=NEW)
     assert [(r.tokens, r.depths) for r in results] == [(w.tokens, w.exit_layers) for w in wanted]
     totals = engine.totals
     assert (totals.depths, totals.exited) == (layer * totals.tokens, totals.tokens), "what a server's metrics say"
-    assert [w.tokens for w in wanted] != [w.tokens for w in generate(model(name), MANY, max_new_tokens=NEW)]
+    assert [w.tokens for w in wanted] != [w.tokens for w in reference(name)]
     assert engine.runner.layout.planes[0] <= layer + 1
 
 
@@ -171,7 +179,7 @@ def test_norms_behind_each_half_run_in_the_row_kernels(mode: str, rows: int) -> 
     sizes = SMALL | {"batch_size": rows, "max_sequences": rows}
     engine = Engine(model("ouro"), exiting=setting, fuse=True, **sizes)
     assert engine.runner.layers.fused
-    wanted = generate(model("ouro"), MANY, max_new_tokens=NEW, exiting=setting)
+    wanted = reference("ouro", setting)
     results = engine.generate(MANY, max_new_tokens=NEW)
     assert [r.tokens for r in results] == [w.tokens for w in wanted]
     if mode != "full":
@@ -204,7 +212,7 @@ def test_a_threshold_for_each_exit(mode: str) -> None:
     said: dict[Any, Any] = {}
     for layers, each in (((4,), at), ((2, 4), (1.0, at)), ((2, 4, 6), (1.0, at, 0.9 * at)), ((2, 4, 6), at)):
         setting = Exiting(mode=mode, exit_layers=layers, threshold=each)  # type: ignore[arg-type]
-        said[layers, each] = generate(model(name), MANY, max_new_tokens=NEW, exiting=setting)
+        said[layers, each] = reference(name, setting)
     one, two, three, same = ([(r.tokens, r.exit_layers) for r in results] for results in said.values())
     assert one == two
     assert three not in (two, same)
@@ -418,9 +426,11 @@ def test_a_first_trial_that_was_misled_is_made_up_for() -> None:
     assert later[-8 * TRIAL :].count(True) <= LEAST + 1
 
 
-@pytest.mark.parametrize(
-    "sizes", [{}, {"burst": 2, "lag": 1}, {"max_sequences": 1, "batch_size": 3}], ids=["", "ahead", "one"]
-)
+TURNS: tuple[dict[str, Any], ...] = ({}, {"burst": 2, "lag": 1}, {"max_sequences": 1, "batch_size": 3})
+"""Bursts in step with the host, ahead of it, and one sequence."""
+
+
+@pytest.mark.parametrize("sizes", TURNS, ids=["", "ahead", "one"])
 def test_bursts_are_timed_without_prompts_captures_and_changes(
     sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -557,9 +567,8 @@ class InLongTurns(DraftControl):
         """Nothing is learnt."""
 
 
-@pytest.mark.parametrize("name", ["vanilla", "own-layer", "gemma3"])
 @pytest.mark.parametrize(
-    "sizes", [{}, {"burst": 2, "lag": 1}, {"max_sequences": 1, "batch_size": 3}], ids=["", "ahead", "one"]
+    ("name", "sizes"), [*(("vanilla", sizes) for sizes in TURNS), *in_turn(["own-layer", "gemma3"], TURNS, 1)]
 )
 def test_where_drafting_is_off_a_step_is_the_plain_models(
     name: str, sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -46,20 +46,23 @@ def setting(name: str, loops: tuple[int, ...] | None, confidence: str) -> Exitin
     return Exiting(mode="entry-copy", exit_layers=layers, confidence=confidence, threshold=thresholds[confidence])
 
 
+WIDE, ALONE, AHEAD = {}, {"batch_size": 1, "max_sequences": 1}, {"lag": 1, "burst": 2, "page_size": 16}
+
+
 @pytest.mark.parametrize(
-    ("name", "loops", "confidence", "mixed"),
+    ("name", "loops", "confidence", "mixed", "ways"),
     [
-        ("norm", None, "kl", True),
-        ("norm", (2,), "gap", True),
-        ("norm", (1, 3), "kl", False),
-        ("windows", None, "gap", True),
-        ("windows", (1, 3), "state", False),
-        ("loops alone", None, "gap", True),
-        ("loop norm", None, "gap", True),
+        ("norm", None, "kl", True, (WIDE, ALONE, AHEAD)),
+        ("norm", (2,), "gap", True, (WIDE,)),
+        ("norm", (1, 3), "kl", False, (WIDE, ALONE)),
+        ("windows", None, "gap", True, (AHEAD,)),
+        ("windows", (1, 3), "state", False, (WIDE, AHEAD)),
+        ("loops alone", None, "gap", True, (WIDE, ALONE)),
+        ("loop norm", None, "gap", True, (AHEAD,)),
     ],
 )
 def test_tokens_leave_where_the_reference_says(
-    name: str, loops: tuple[int, ...] | None, confidence: str, mixed: bool
+    name: str, loops: tuple[int, ...] | None, confidence: str, mixed: bool, ways: tuple[dict[str, int], ...]
 ) -> None:
     """The coda runs over the state that a token leaves with; rows of all loops share a pass where exits are equally far
     apart."""
@@ -67,7 +70,7 @@ def test_tokens_leave_where_the_reference_says(
     wanted = generate(model(name), PROMPTS, max_new_tokens=NEW, exiting=how)
     assert len({depth for one in wanted for depth in one.exit_layers or ()}) > 1
     assert reference_only(model(name), None, how) is None
-    for sizes in ({}, {"batch_size": 1, "max_sequences": 1}, {"lag": 1, "burst": 2, "page_size": 16}):
+    for sizes in ways:
         engine = Engine(model(name), exiting=how, **SMALL | sizes)
         assert isinstance(engine.runner.program, InjectedExitProgram)
         assert engine.runner.program.mixed == mixed

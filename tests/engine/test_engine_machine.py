@@ -158,24 +158,6 @@ def drawn(kind: str, seed: int | None) -> dict[str, Any]:
     return {"seed": seed, **SAMPLED} | ({"repetition_penalty": 1.0} if kind.startswith("drafts") else {})
 
 
-@cache
-def reference(kind: str, prompt: tuple[int, ...], seed: int | None, threshold: Threshold | None) -> Right:
-    """What a request says when it may say as much as any here. A shorter one says the beginning of it."""
-    setting = leaving(kind, threshold)
-    if kind.startswith("drafts"):
-        engine = Engine(model(kind), batch_size=3, prefix_caching=False)
-        full = engine.generate([list(prompt)], Sampling(max_new_tokens=MOST_NEW, **drawn(kind, seed)))[0]
-        return Right(full.tokens, full.finish.reason, None, None)
-    if seed is None:
-        right = generate(model(kind), [list(prompt)], max_new_tokens=MOST_NEW, exiting=setting)[0]
-        return Right(right.tokens, right.finish, right.depths or right.exit_layers, right.confidences)
-    # The reference decoder draws otherwise; that tokens are drawn rightly is tested in test_sampler.py. Here: alone and at
-    # leisure, in pages that nobody else wants.
-    engine = Engine(model(kind), exiting=setting, batch_size=3, max_sequences=3, prefix_caching=False)
-    alone = engine.generate([list(prompt)], Sampling(max_new_tokens=MOST_NEW, **drawn(kind, seed)))[0]
-    return Right(alone.tokens, alone.finish.reason, alone.depths, alone.confidences)
-
-
 @dataclass(frozen=True)
 class Ask:
     after: int
@@ -187,6 +169,31 @@ class Ask:
     """Tokens after which it is cancelled; at 0, when it has just been handed in."""
     threshold: Threshold | None = None
     """Its own, where tokens may leave; one for all exits, or one for each."""
+
+
+def references(kind: str, asks: list[Ask]) -> list[Right]:
+    """What each request says when it may say as much as any here; a shorter one says the beginning of it. The reference
+    decoder reads its prompts together: that a batch is what its rows are alone is tested in tests/decode."""
+    drafts = kind.startswith("drafts")
+    found = {ask: drawn_alone(kind, ask) for ask in asks if drafts or ask.seed is not None}
+    for threshold in {ask.threshold: None for ask in asks if ask not in found}:
+        those = [ask for ask in asks if ask not in found and ask.threshold == threshold]
+        setting = leaving(kind, threshold)
+        results = generate(model(kind), [list(ask.prompt) for ask in those], max_new_tokens=MOST_NEW, exiting=setting)
+        for ask, right in zip(those, results, strict=True):
+            found[ask] = Right(right.tokens, right.finish, right.depths or right.exit_layers, right.confidences)
+    return [found[ask] for ask in asks]
+
+
+def drawn_alone(kind: str, ask: Ask) -> Right:
+    """The reference decoder draws otherwise; that tokens are drawn rightly is tested in test_sampler.py. Here: alone and at
+    leisure, in pages that nobody else wants. What is drafted and verified is what the whole model says."""
+    drafts = kind.startswith("drafts")
+    sizes = {} if drafts else {"exiting": leaving(kind, ask.threshold), "max_sequences": 3}
+    engine = Engine(model(kind), batch_size=3, prefix_caching=False, **sizes)
+    alone = engine.generate([list(ask.prompt)], Sampling(max_new_tokens=ask.new, **drawn(kind, ask.seed)))[0]
+    depths, confidences = (None, None) if drafts else (alone.depths, alone.confidences)
+    return Right(alone.tokens, alone.finish.reason, depths, confidences)
 
 
 @dataclass
@@ -300,9 +307,8 @@ def _fits(kind: str, engine: Engine, ask: Ask) -> bool:
 
 
 def check(kind: str, engine: Engine, heard: list[Heard]) -> None:
-    for one in heard:
+    for one, right in zip(heard, references(kind, [one.ask for one in heard]), strict=True):
         ask = one.ask
-        right = reference(kind, ask.prompt, ask.seed, ask.threshold)
         *said, last = one.events
         assert [event.index for event in said] == list(range(len(said)))
         if last.reason == "cancelled":

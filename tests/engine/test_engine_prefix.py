@@ -67,12 +67,15 @@ def without(name: str) -> list[Any]:
     return [one.tokens for one in generate(plain, PROMPTS, max_new_tokens=NEW)]
 
 
-@pytest.mark.parametrize("name", PLANS)
-def test_every_token_at_full_depth(name: str) -> None:
-    """A prefix may begin inside a page, and end with the first of many."""
+SIZES: tuple[dict[str, int], ...] = ({"page_size": 1}, {}, {"page_size": 16, "batch_size": 1})
+
+
+@pytest.mark.parametrize(("name", "turn"), in_turn(PLANS, (0, 1, 2), 0))
+def test_every_token_at_full_depth(name: str, turn: int) -> None:
+    """A prefix may begin inside a page, and end with the first of many. Each plan with two of the sizes."""
     wanted = [one.tokens for one in generate(model(name), PROMPTS, max_new_tokens=NEW)]
     assert wanted != without(name)
-    for sizes in ({"page_size": 1}, {}, {"page_size": 16, "batch_size": 1}):
+    for sizes in (SIZES[turn], SIZES[turn - 1]):
         assert [one.tokens for one in served(name, **sizes)] == wanted
     assert reference_only(model(name), None, None) is None
 

@@ -25,7 +25,7 @@ from model.route.small import LLAMA, LOOPS, SHAPE, WINDOWS, model_of, routed
 from pairwise import in_turn
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-NEW = 12
+NEW = 9
 PROMPTS = [[(7 * i + 3 * j * j) % 61 for j in range(length)] for i, length in enumerate((11, 3, 14, 1, 9, 12, 2, 17))]
 """Some longer than every window, some shorter; chunks end inside windows."""
 SMALL: dict[str, Any] = {"page_size": 4, "batch_size": 3, "prefill_chunk": 5, "max_length": 48}
@@ -47,18 +47,22 @@ def served(model: FathomForCausalLM, **options: Any) -> list[Result]:
     return engine.generate(PROMPTS, max_new_tokens=NEW)
 
 
-CASES = [(name, "cache", loop) for name, loop in in_turn(ARCHITECTURES, ("middle", "cycle"), 0)]
-CASES += [("alike", "share", "middle"), ("differing", "hybrid", "middle"), ("half", "share", "cycle")]
-CASES += [("differing", "share", "cycle"), ("alike", "hybrid", "cycle"), ("differing", "cache", "cycle")]
+CASES = [(name, "cache", loop, (False, True)) for name, loop in in_turn(ARCHITECTURES, ("middle", "cycle"), 0)]
+CASES += [
+    ("alike", "share", "middle", (False,)), ("differing", "hybrid", "middle", (True,)), ("half", "share", "cycle", (True,)),
+    ("differing", "share", "cycle", (False,)), ("alike", "hybrid", "cycle", (False,)),
+    ("differing", "cache", "cycle", (True,)),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "kv", "loop"), CASES)
-def test_routed_models(name: str, kv: str, loop: str) -> None:
-    """Recursions may have different windows and angles; rows of all of them share passes, and prompts come in chunks."""
+@pytest.mark.parametrize(("name", "kv", "loop", "fuses"), CASES)
+def test_routed_models(name: str, kv: str, loop: str, fuses: tuple[bool, ...]) -> None:
+    """Recursions may have different windows and angles; rows of all of them share passes, and prompts come in chunks. Every
+    architecture meets both ways to run layers, and so does every kind of entries."""
     model = model_of(routed("expert", kv, loop), architecture=ARCHITECTURES[name])
     wanted = said(generate(model, PROMPTS, max_new_tokens=NEW))
     assert len({depth for _, depths in wanted for depth in depths}) > 1
-    for fuse in (False, True):
+    for fuse in fuses:
         assert said(served(model, fuse=fuse)) == wanted
 
 
@@ -70,7 +74,7 @@ def test_routers_and_sizes(router: str) -> None:
     for sizes in ({"lag": 2, "burst": 2, "page_size": 1}, {"batch_size": 1, "max_sequences": 1}, {"page_size": 16}):
         assert said(served(model, **sizes)) == wanted
     engine = Engine(model, **SMALL)
-    assert said([engine.generate([prompt], max_new_tokens=NEW)[0] for prompt in PROMPTS]) == wanted
+    assert said([engine.generate([prompt], max_new_tokens=NEW)[0] for prompt in PROMPTS[:3]]) == wanted[:3]
 
 
 def test_entries_are_not_positions() -> None:
@@ -86,17 +90,18 @@ def test_entries_are_not_positions() -> None:
 @pytest.mark.parametrize("loop", ["middle", "cycle"])
 def test_prefixes_and_preemption(loop: str) -> None:
     """Positions are in pages that sequences share, that are copied when one goes its own way, and that are given away."""
+    new = 12
     model = model_of(routed("expert", "cache", loop), architecture=WINDOWS)
     prompts = [PROMPTS[2], [*PROMPTS[2][:13], 5], [*PROMPTS[2], 8, 9], PROMPTS[2], PROMPTS[7], [*PROMPTS[7][:10], 1, 2]]
-    wanted = said(generate(model, prompts, max_new_tokens=NEW))
+    wanted = said(generate(model, prompts, max_new_tokens=new))
     roomy = Engine(model, **SMALL)
     for _ in range(2):
-        assert said(roomy.generate(prompts, max_new_tokens=NEW)) == wanted
+        assert said(roomy.generate(prompts, max_new_tokens=new)) == wanted
     assert roomy.counters().prefix_hits > 0
     layout = roomy.runner.layout
     sizes = pool_page_bytes(model.architecture, layout, 4, torch.float32)
     tight = Engine(model, **SMALL, max_sequences=6, memory=sum(22 * size for size in sizes))
-    assert said(tight.generate(prompts, max_new_tokens=NEW)) == wanted
+    assert said(tight.generate(prompts, max_new_tokens=new)) == wanted
     assert tight.counters().preemptions > 0
 
 
