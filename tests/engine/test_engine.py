@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 from unittest.mock import Mock
 
@@ -35,10 +36,17 @@ def many(model: FathomForCausalLM) -> list[list[int]]:
     return [[token % model.architecture.vocab for token in prompt] for prompt in MANY]
 
 
+@cache
 def expected(model: FathomForCausalLM, **options: Any) -> list[tuple[Any, ...]]:
-    """Of one batch, of which tests/decode shows that each row is what it would be alone."""
+    """Of one batch, of which tests/decode shows that each row is what it would be alone. Computed once, read only."""
     results = generate(model, many(model), max_new_tokens=NEW, **options)
     return [(result.tokens, result.depths, result.finish) for result in results]
+
+
+@cache
+def routed_model() -> FathomForCausalLM:
+    """Shared by the tests here: do not change it."""
+    return model_of(routed())
 
 
 def tokens_of(model: FathomForCausalLM, **options: Any) -> list[tuple[int, ...]]:
@@ -79,7 +87,7 @@ def test_routed_models_with_rows_of_different_recursions(router: str, kv: str, l
 @pytest.mark.parametrize("name", ["vanilla", "routed"])
 def test_attention_that_takes_the_product(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where rows are of different sequences, and every one leaves an entry; others go the usual way."""
-    model = model_of(routed()) if name == "routed" else build(name)
+    model = routed_model() if name == "routed" else build(name)
     wanted, taken = expected(model), Mock(wraps=layers.norm_qkv_attend)
     monkeypatch.setattr(layers, "TAKES_PRODUCT", True)
     monkeypatch.setattr(layers, "norm_qkv_attend", taken)
@@ -89,7 +97,7 @@ def test_attention_that_takes_the_product(name: str, monkeypatch: pytest.MonkeyP
 
 
 def test_fewer_slots_than_rows_and_one_row() -> None:
-    model = model_of(routed())
+    model = routed_model()
     wanted = expected(model)
     for sizes in (
         {"batch_size": 8, "max_sequences": 3},
@@ -130,7 +138,7 @@ def test_more_sequences_than_rows_where_every_token_runs_every_layer(mode: str) 
 @pytest.mark.parametrize("kind", ["whole", "routed"])
 def test_a_host_that_runs_behind(kind: str) -> None:
     """Ticks are started before earlier ones were heard: texts end, stop and are put aside late, and come out the same."""
-    model = build("vanilla") if kind == "whole" else model_of(routed())
+    model = build("vanilla") if kind == "whole" else routed_model()
     wanted = expected(model)
     for sizes in ({"burst": 1, "lag": 3}, {"burst": 4, "lag": 0}, {"burst": 3, "lag": 2}):
         engine = Engine(model, **(SMALL | sizes))
@@ -139,7 +147,7 @@ def test_a_host_that_runs_behind(kind: str) -> None:
 
 
 def test_depth_controls_of_a_routed_model() -> None:
-    model = model_of(routed())
+    model = routed_model()
     for bias in (-2.0, 2.0):
         engine = Engine(model, depth_bias=bias, **SMALL)
         assert found(model, engine) == expected(model, control=DepthControl(bias=bias))
@@ -199,7 +207,7 @@ def test_thresholds_0_and_1_are_the_shallow_and_the_whole_model() -> None:
 @pytest.mark.parametrize("kind", ["whole", "routed", "exits"])
 def test_a_pool_so_small_that_texts_are_put_aside(kind: str) -> None:
     if kind == "routed":
-        model, setting = model_of(routed()), None
+        model, setting = routed_model(), None
     else:
         model = build("vanilla")
         setting = exiting("vanilla", "parallel", threshold=mixing_threshold("vanilla")) if kind == "exits" else None
@@ -215,7 +223,7 @@ def test_a_pool_so_small_that_texts_are_put_aside(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["whole", "routed"])
 def test_a_prefix_that_is_known_is_not_read_again(kind: str) -> None:
-    model = build("vanilla") if kind == "whole" else model_of(routed())
+    model = build("vanilla") if kind == "whole" else routed_model()
     vocab = model.architecture.vocab
     shared = [(7 * i + 3) % vocab for i in range(13)]
     prompts = [[*shared, 5], [*shared, 9, 9], [*shared[:8], 1], [*shared, 5]]
@@ -229,7 +237,7 @@ def test_a_prefix_that_is_known_is_not_read_again(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["whole", "exits", "routed"])
 def test_prompts_that_come_together_are_read_in_one_pass(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = model_of(routed()) if kind == "routed" else build("vanilla")
+    model = routed_model() if kind == "routed" else build("vanilla")
     setting = exiting("vanilla", "parallel", threshold=mixing_threshold("vanilla")) if kind == "exits" else None
     options = {} if setting is None else {"exiting": setting}
     wanted = tokens_of(model, **options)
@@ -310,7 +318,7 @@ def test_few_sequences_run_in_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_sampling_does_not_depend_on_the_batch() -> None:
-    model = model_of(routed())
+    model = routed_model()
     settings = [
         Sampling(max_new_tokens=NEW, temperature=0.9, seed=i, top_k=(0, 20)[i % 2], repetition_penalty=(1.0, 1.3)[i % 2])
         for i in range(len(MANY))

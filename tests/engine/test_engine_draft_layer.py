@@ -26,6 +26,7 @@ from pairwise import in_turn
 pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL: dict[str, Any] = {"page_size": 4, "batch_size": 4, "prefill_chunk": 5, "max_length": 48}
 ROOMY = SMALL | {"memory": 10**6, "prefix_caching": False}
+OTHERS = [name for name in DRAFTS if name != "draft"]
 
 
 @cache
@@ -56,18 +57,22 @@ def slow_twins(engine: Engine, wanted: list[Generation]) -> None:
         assert sure == pytest.approx([one for one in right.confidences or () if one], abs=1e-5)
 
 
-@pytest.mark.parametrize("name", DRAFTS)
-def test_every_token_is_the_full_models(name: str) -> None:
+WAYS: tuple[tuple[float, int, dict[str, int]], ...] = (
+    (0.0, 4, {}), (0.03, 5, {"burst": 2, "lag": 1}), (0.0, 2, {"batch_size": 1}),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "ways"), [("draft", WAYS), *((name, (way,)) for name, way in in_turn(OTHERS, WAYS, 0))])
+def test_every_token_is_the_full_models(name: str, ways: tuple[Any, ...]) -> None:
     """Drawn ones too: a draft and the full model's choice are drawn with the same random number."""
-    for threshold, stack, sizes in ((0.0, 4, {}), (0.03, 5, {"burst": 2, "lag": 1}), (0.0, 2, {"batch_size": 1})):
+    for threshold, stack, sizes in ways:
         setting = exiting(name, "speculative", threshold=threshold, max_stack=stack)
         engine = Engine(build(name), exiting=setting, always_draft=True, **(SMALL | sizes))
         assert isinstance(engine.runner.program, DraftLayerProgram)
         full_models(engine, name)
 
 
-@pytest.mark.parametrize("threshold", [0.0, 0.03])
-@pytest.mark.parametrize("name", DRAFTS)
+@pytest.mark.parametrize(("name", "threshold"), [("draft", 0.0), *in_turn(DRAFTS, (0.03, 0.0), 0)])
 def test_drafts_are_the_slow_twins(name: str, threshold: float) -> None:
     """Which tokens were drafted and kept, and how sure the layer was; prompts come in chunks."""
     setting = exiting(name, "speculative", threshold=threshold, max_stack=4)
@@ -108,7 +113,6 @@ SHAPES: tuple[tuple[dict[str, Any], int], ...] = (
     ({"max_stack": 4}, 1), ({"draft_tree": (3, 2)}, 4), ({"draft_best": (5, 2)}, 1), ({"max_stack": 4}, 4),
 )  # fmt: skip
 """A chain, a tree, the best drafts, each for one sequence or several."""
-OTHERS = [name for name in DRAFTS if name != "draft"]
 
 
 @pytest.mark.parametrize(

@@ -254,10 +254,13 @@ def test_exits_and_students_are_taught_over_the_same_source(recipe, tiny_t5, tmp
 
 
 def test_a_looped_and_routed_decoder_trains_over_its_encoder(recipe, tmp_path):
+    """However its batch is split. Which tokens go on is no smooth function: where two scores at the edge are nearly equal,
+    rounding decides, and the losses part. With this seed the nearest two are 1.6e-4 apart (8e-6 with seed 0), and Adam's
+    floor keeps gradients that are nothing but rounding from learning at the full rate."""
     looped = {"architecture": {**SHAPE, "layers": 4}, "recursions": 2, "router": {"kind": "expert"}}
-    train(recipe(model=looped, out=str(tmp_path / "a"), loss={"exits": None, "layerwise": None}))
-    other = {"exits": None, "layerwise": None}
-    train(recipe(model=looped, out=str(tmp_path / "b"), loss=other, batch={"micro": 2}))
+    plain = {"model": looped, "loss": {"exits": None, "layerwise": None}, "optimizer": {"eps": 1e-5}, "seed": 7}
+    train(recipe(out=str(tmp_path / "a"), **plain))
+    train(recipe(out=str(tmp_path / "b"), **plain, batch={"micro": 2}))
     assert losses(tmp_path / "b") == pytest.approx(losses(tmp_path / "a"), rel=1e-4)
 
 
