@@ -12,13 +12,13 @@
     summary       one sentence for a scientific abstract (SciTLDR), SmolLM2-135M fine-tuned
 
 The models are those of the studies `free-translation` and `free-summary`. `drafts` puts the draft layer that ships for
-SmolLM2-135M behind the summariser without exits and trains it on the same pairs, the rest frozen: the variant `drafts`, which
-decodes what its full model does, several tokens a pass. `decode` asks for quality: many texts at once on
-the engine, by the reference where the engine cannot, or all of them with `--reference`. `speed` asks for time: one text at a
-time, what its tokens behind the first took (`lab.bench.play`), on a device that does nothing else; processes that
-have captured their steps wait for their `--turn`. Both add a line a setting to their file and go on where it ends; several
-processes may share the variants (`--only`) and the settings of one (`--part`), each with its own file. `free_tasks_run.py`
-trains, decodes and times within a time limit. `TASKS` holds the .jsonl.gz files named below.
+SmolLM2-135M behind the summariser without exits and trains it on the same pairs, the rest frozen: the variant `drafts`,
+which decodes what its full model does, several tokens a pass. `decode` asks for quality: many texts at once on the engine,
+by the reference where the engine cannot, or all of them with `--reference`. `speed` asks for time: one text at a time, what
+its tokens behind the first took (`lab.bench.play`), on a device that does nothing else; processes that have captured
+their steps wait for their `--turn`. Both add a line a setting to their file and go on where it ends; several processes
+may share the variants (`--only`) and the settings of one (`--part`), each with its own file. `free_tasks_run.py` trains,
+decodes and times within a time limit. `TASKS` holds the .jsonl.gz files named below.
 """
 
 from __future__ import annotations
@@ -410,7 +410,7 @@ def speed_settings(variant: str, exits: tuple[int, ...]) -> list[Setting]:
     """What is timed: each model's full decoding, so that all are beside one, and its exits."""
     found = [Setting("full", "full")]
     if variant == DRAFTS:
-        return found + [Setting("speculative", "speculative")]
+        return [*found, Setting("speculative", "speculative")]
     if variant == CALM:
         return found + [Setting(f"state-copy {t:g}", "state-copy", t, exits) for t in (0.9, 0.7, 0.5, 0.3)]
     if exits:

@@ -8,7 +8,7 @@ under the same draws. The fastest setting that keeps 99 % is chosen among many b
 also chosen by every other text and judged by the rest, and beside it stands the fastest whose whole interval is above 99 %.
 A model's full decoding, which speeds are against, is timed once; models of equal depth do the same work, so speeds are given
 against the fastest of theirs too. The record that is kept has no texts but two of each setting;
-the lines of its translators are in free_tasks_h200_lines.jsonl.xz, for variants that are measured later to stand beside.
+the lines of its models are in free_tasks_h200_lines.jsonl.xz, for variants that are measured later to stand beside.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ SHORT = [
     "--batch.micro", "2", "--evaluate.rows", "2", "--data.context", "32", "--compile", "false", "--precision", "float32",
 ]  # fmt: skip
 SMALLER = {
-    "train compress-smollm2-135m": [*SHORT, "--model.drop", "1", "--model.calibrate", "1024"],
+    "train compress-smollm2-135m": [*SHORT, "--model.drop", "1", "--model.neurons", "8", "--model.calibrate", "1024"],
     "train tiny-mor": SHORT,
     "bench throughput": ["--batch-size", "2", "--requests", "2", "--threads", "1"],
     "analyze routing": ["--rows", "4"],

@@ -17,7 +17,7 @@ from fathomlm.decode.full import Generation, generate
 from fathomlm.decode.sampling import Sampling
 from fathomlm.depth import DepthPlan
 from fathomlm.engine.device_state import ENTER
-from fathomlm.engine.drafting import LEAST, REPEATS, SHARE, TRIAL, DraftControl
+from fathomlm.engine.drafting import LEAST, MARGIN, REPEATS, SHARE, TRIAL, DraftControl
 from fathomlm.engine.engine import Engine
 from fathomlm.engine.kv_pages import page_bytes
 from fathomlm.engine.programs.base import SamplingVariant
@@ -391,6 +391,12 @@ def test_drafting_is_used_where_it_was_measured_to_pay() -> None:
     assert play(control, 3, 1, {False: 100, True: 180}) == [True], "as many sequences as before: what is known stays"
 
 
+def test_drafts_that_are_hardly_faster_are_not_used() -> None:
+    """Sequences end one by one with them, which is not in the time of bursts."""
+    assert not any(play(DraftControl(), 8, 20 * TRIAL, {False: 100, True: 100 * MARGIN - 2})[3 * TRIAL : 4 * TRIAL])
+    assert all(play(DraftControl(), 8, 20 * TRIAL, {False: 100, True: 100 * MARGIN + 2})[3 * TRIAL : 4 * TRIAL])
+
+
 def test_trials_for_all_numbers_of_sequences_share_what_they_may_cost() -> None:
     """Answers end one after the other, so that each number of sequences runs for a few bursts only."""
     control, drafted, bursts = DraftControl(), 0, 0
@@ -475,6 +481,26 @@ def test_a_way_is_chosen_only_where_a_burst_follows(monkeypatch: pytest.MonkeyPa
     assert empty > 0
     assert min(launched) > 0
     assert len(launched) == control.bursts
+
+
+@pytest.mark.parametrize(("drafts", "pace", "burst"), [(True, 1.0, 4), (True, 2.5, 2), (True, 5.0, 1), (False, 2.5, 4)])
+def test_steps_that_add_several_tokens_come_in_shorter_bursts(
+    drafts: bool, pace: float, burst: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A burst is about as many tokens of a sequence: what is in flight when it ends is for nothing."""
+    setting = exiting("vanilla", "speculative", threshold=0.0, max_stack=3)
+    engine = Engine(model("vanilla"), exiting=setting, **(SMALL | {"burst": 4, "lag": 1, "max_length": 96}))
+    assert engine._drafting is not None
+    monkeypatch.setattr(engine._drafting, "choose", lambda running: drafts)
+    launched: list[int] = []
+    monkeypatch.setattr(engine, "_launch", lambda many, _: launched.append(many))
+    engine.submit(Request(id=1, prompt=tuple(MANY[0]), sampling=Sampling(max_new_tokens=60)))
+    engine._pace = pace
+    for _ in range(8):
+        engine.step()
+        if launched:
+            break
+    assert launched == [burst]
 
 
 class Anything:

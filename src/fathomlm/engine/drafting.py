@@ -3,10 +3,12 @@
 Drafts cost passes; what they save depends on how often they are right and on whether the device would have been idle
 otherwise. With few sequences a forward pass mostly reads weights, and verifying several tokens costs hardly more than one;
 with many it is bound by arithmetic, and wrong drafts are work for nothing. Both ways choose the same tokens
-(`programs.drafts`), so they can be tried: each for a few bursts, then the faster one for many, then the other once more, as far as what that
-costs stays a small part of the whole.
+(`programs.drafts`), so they can be tried: each for a few bursts, then the faster one for many, then the other once more, as
+far as what that costs stays a small part of the whole.
+
 What counts is the device's time between the start of a burst and its end: the host runs ahead of it, and prompts come in
-between.
+between. Drafts have to be faster by a margin, because they cost something outside of bursts too: sequences that began
+together end one by one, and the prompts that follow are read one by one.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ TRIAL, LEAST = 6, 2
 """Bursts that are measured at a time, and those after which a trial of what is clearly slower ends."""
 CLEARLY = 0.8
 """Of the other way's speed."""
+MARGIN = 1.1
+"""How much faster drafts must be."""
 REPEATS = 8
 """Trials of the faster way, at least, in front of one of the slower."""
 SHARE = 0.005
@@ -50,7 +54,7 @@ class _Known:
         """As far as is known; where one way was never measured, the other."""
         if len(self.rates) < 2:
             return next(iter(self.rates), self.drafts)
-        return self.rates[True] >= self.rates[False]
+        return self.rates[True] >= MARGIN * self.rates[False]
 
     @property
     def is_over(self) -> bool:

@@ -256,6 +256,8 @@ class Engine:
                 self._run_passes(self._chosen, bool(scheduled.chunks))
                 return
             self._collect_chosen()
+            if drafts and self._pace is not None:  # about as many tokens: where a sequence ends the rest is for nothing
+                burst = math.ceil(burst / self._pace)
             burst = min(burst, self._steps_needed())
             self._bursts.append(burst)
             self._launch(burst, drafts)

@@ -23,8 +23,10 @@ EVEN_SHARE, MOST_SHARES = 0, 8
 """Rows that fill the device have contexts of all lengths, and a layer waits for the longest. With a share, a program takes
 so many entries, and several programs a row with more of them, up to the second number; 0: one program a row. Not measured
 yet: `share` in `benchmarks/attention_settings.py`."""
-MANY_AHEAD = False
-"""`AttentionBlocks.ahead` of small programs. Not measured yet."""
+MANY_AHEAD = True
+"""`AttentionBlocks.ahead` of small programs, and `beside`. Over the contexts of 256 requests of all ages (a mean of 122
+entries, at most 398) a layer of 5 groups of 64 numbers takes 19.8 us on an H200 instead of 25.6 without; with equal contexts
+15.8 instead of 15.1."""
 
 
 class PrefixSpan(NamedTuple):
@@ -60,7 +62,7 @@ def attention_blocks(head_dim: int, size: int, programs: int = 0) -> AttentionBl
     if size >= 4:
         found = AttentionBlocks(32, warps=8 if head_dim > 64 else 4, stages=2)
     elif head_dim <= 64 and programs >= MANY_PROGRAMS * SMS:
-        found = AttentionBlocks(32, warps=2, stages=4, ahead=MANY_AHEAD)
+        found = AttentionBlocks(32, warps=2, stages=3 if MANY_AHEAD else 4, ahead=MANY_AHEAD, beside=MANY_AHEAD)
     else:
         found = AttentionBlocks(max(16, min(128, 8192 >> (head_dim - 1).bit_length())))
     return found._replace(share=-(-EVEN_SHARE // found.entries) * found.entries if programs >= SMS else 0)
