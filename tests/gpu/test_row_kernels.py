@@ -235,6 +235,28 @@ def test_attention(dtype: torch.dtype, heads: tuple[int, int, int], splits: int,
                 near(again, wanted, dtype, atol=max(2e-4, 4 * NEAR[dtype]))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("rows", [51, 256])
+def test_attention_in_even_shares(dtype: torch.dtype, ahead: bool, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of all lengths that fill the device, the long ones with several programs; again and again, as layers are."""
+    H, G, D = HEADS[0]
+    monkeypatch.setattr(attention_blocks, "EVEN_SHARE", 128)
+    monkeypatch.setattr(attention_blocks, "MANY_AHEAD", ahead)
+    splits = attention_blocks.choose_splits(rows, G, 512)
+    assert splits == 4, "these rows fill the device"
+    lengths = [(row * 37) % 512 for row in range(rows)]
+    pages = Pages.build(lambda *s: random(*s, dtype=dtype), lengths, G, D, PAGE, spare=4)
+    workspace = unwritten(attention_blocks.workspace_size(rows, H, D, splits), dtype=torch.float32)
+    arrived, wide = torch.zeros(rows * G, dtype=torch.int32, device=CUDA), (pages.k.float(), pages.v.float())
+    for _ in range(3):
+        q = random(rows, H, D, dtype=dtype, std=2.0)
+        fast = paged_attention.paged_attention(q, *pages, D**-0.5, None, splits, workspace, arrived=arrived)
+        wanted = paged_attention.plain_paged_attention(q.float(), *wide, pages.table, pages.lengths, D**-0.5)
+        near(fast, wanted, dtype, atol=max(2e-4, 4 * NEAR[dtype]))
+        assert not arrived.any()
+
+
 @pytest.mark.parametrize("dtype", DTYPES[:2])
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("window", [None, 33])
