@@ -279,6 +279,54 @@ def test_a_prompt_runs_no_step_behind_the_last_that_stores_entries(
     assert sum(prompt_steps) == layer_tokens
 
 
+@pytest.mark.parametrize("kind", ["whole", "routed"])
+@pytest.mark.parametrize("lag", [0, 2])
+def test_a_burst_is_one_piece_of_work(kind: str, lag: int) -> None:
+    """What its steps leave is what they leave when each is started alone, in numbers of rows and bursts of all sizes."""
+    model = build("vanilla") if kind == "whole" else model_of(routed())
+    work = [
+        Request(id=i, prompt=tuple(prompt), sampling=Sampling(max_new_tokens=1 + 3 * i % 8, ignore_eos=True), logprobs=i % 3)
+        for i, prompt in enumerate(many(model))
+    ]
+    told, pieces = [], list[int]()
+    for at_once in ((1,), (1, 3)):
+        engine = Engine(model, **(SMALL | {"batch_size": 4, "burst": 3, "lag": lag}))
+        runner = engine.runner
+        assert runner._at_once == (1, 3)
+        runner._at_once = at_once
+        runner.row_counts = (2,) if kind == "whole" else ()
+        started = Mock(wraps=runner._work)
+        runner._work = started  # type: ignore[method-assign]
+        own, sequences = runner.program.output, [engine.submit(request) for request in work]
+        for _ in range(2):
+            engine.step()
+        assert engine.cancel(work[2].id)
+        _nothing_is_left(engine)
+        assert runner.program.output is own
+        told.append([(one.result.tokens, one.result.logprobs, one.result.depths) for one in sequences if one.result])
+        pieces.append(started.call_count)
+        assert engine.totals.decode_steps > started.call_count or at_once == (1,)
+    assert told[0] == told[1]
+    assert len(told[0]) == len(work)
+    assert pieces[1] < pieces[0]
+
+
+def test_steps_and_bursts_are_captured_together() -> None:
+    """With every number of rows: nobody should wait for a capture later. Replayed by running what was captured."""
+    model = build("vanilla")
+    engine = Engine(model, **(SMALL | {"batch_size": 4, "max_sequences": 6, "burst": 3, "lag": 1}))
+    runner, captured = engine.runner, list[tuple[int | None, int]]()
+
+    def capture(variant: SamplingVariant) -> None:
+        captured.append((variant.rows, variant.steps))
+        runner._graphs[variant] = Mock(replay=lambda: runner._decode_step(variant))
+
+    runner._captures, runner.row_counts, runner._capture = True, (1, 2), capture  # type: ignore[method-assign]
+    assert found(model, engine) == expected(model)
+    assert captured == [(rows, steps) for rows in (None, 1, 2) for steps in (1, 3)]
+    _nothing_is_left(engine)
+
+
 def test_no_more_steps_are_started_than_any_sequence_lacks_tokens() -> None:
     model = build("vanilla")
     engine = Engine(model, **(SMALL | {"batch_size": 6, "burst": 4, "lag": 1}))

@@ -276,11 +276,10 @@ class Engine:
 
     def _launch(self, burst: int, drafts: bool) -> None:
         """Some decode steps, timed where it is asked whether drafts pay."""
-        runner, drafting, running, numbers = self.runner, self._drafting, self.scheduler.running, list[int]()
+        runner, drafting, running = self.runner, self._drafting, self.scheduler.running
         timed = drafting is not None and running > 0 and burst > 0
         start, captures = runner.moment() if timed else None, runner.captures
-        for _ in range(burst):
-            numbers.append(runner.launch(drafts, self.scheduler.occupied))
+        numbers = runner.launch_burst(burst, drafts, self.scheduler.occupied)
         self._in_flight += numbers
         self.totals.decode_steps += burst
         if drafting is not None and start is not None and captures == runner.captures:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 import math
 import os
 import select
@@ -172,12 +173,17 @@ class Runner:
         self.captures = 0
         """How many decode steps were captured, which takes seconds."""
         self._pool: Any = None
-        rows = self.program.output.ints_NC.shape[0]
-        self._outputs = [
-            StepOutput.empty(rows, self.sampler.max_logprobs, self.device, pinned=gpu)
-            for _ in range((self.sizes.lag + 2) * self.sizes.burst)
-        ]
+        rows, burst = self.program.output.ints_NC.shape[0], self.sizes.burst
+        places, alternatives = (self.sizes.lag + 2) * burst, self.sampler.max_logprobs
+        self._ring = StepOutput.empty(places * rows, alternatives, self.device, pinned=gpu)
+        self._outputs = [self._ring.part(place, rows) for place in range(places)]
+        together = burst > 1 and self.layout.kind in ("whole", "routed")
+        self._at_once = (1, burst) if together else (1,)
+        """Decode steps that may be started as one piece of work."""
+        self._burst_output = StepOutput.empty(burst * rows if together else 0, alternatives, self.device)
         self._events = [torch.cuda.Event() if gpu else None for _ in self._outputs]  # type: ignore[no-untyped-call]
+        self._ends = list(self._events)
+        """Of each output the event behind it, which may be that of the last one of its burst."""
         self._words = [output.ints_NC[0].numpy().data for output in self._outputs]
         """Of each output the first row, to be looked at without asking the device."""
         self._pairs: dict[tuple[int, int], tuple[StepOutput, StepOutput]] = {}
@@ -296,15 +302,36 @@ class Runner:
         self._told[at] = work.rows
         here, there = self._pair(at, work.rows)
         here.copy_(there, alternatives=work.alternatives)
-        if (event := self._events[at]) is not None:
+        self._ends[at] = event = self._events[at]
+        if event is not None:
             event.record()
         return number
+
+    def launch_burst(self, steps: int, drafts: bool = True, sequences: int | None = None) -> list[int]:
+        """`launch` for up to as many decode steps as a burst has. A whole one is one piece of work, with one copy of all
+        that it leaves: between two pieces a GPU waits for some 20 us. For that every burst begins where a block of outputs
+        does."""
+        burst, rows = self.sizes.burst, len(self.program.output.ints_NC)
+        assert steps <= burst, f"{steps} decode steps are more than a burst of {burst}"
+        self._launched = first = -(-self._launched // burst) * burst
+        if steps not in self._at_once[1:]:
+            return [self.launch(drafts, sequences) for _ in range(steps)]
+        work = self._work(drafts, sequences, None, steps)
+        work.start()
+        self._launched += steps
+        at = first % len(self._outputs)
+        self._ring.part(at // burst, burst * rows).copy_(self._burst_output, alternatives=work.alternatives)
+        if (event := self._events[at + steps - 1]) is not None:
+            event.record()
+        for place in range(at, at + steps):
+            self._told[place], self._ends[place] = work.rows, event
+        return list(range(first, first + steps))
 
     def moment(self) -> DeviceMoment:
         """Behind all that was started so far."""
         return DeviceMoment(self.device.type == "cuda")
 
-    def _work(self, drafts: bool, sequences: int | None, only: tuple[str, int] | None) -> _Work:
+    def _work(self, drafts: bool, sequences: int | None, only: tuple[str, int] | None, steps: int = 1) -> _Work:
         sampler = self.sampler
         rows = None if sequences is None else next((many for many in self.row_counts if many >= sequences), None)
         name, rows = (None, rows) if only is None else only
@@ -312,14 +339,14 @@ class Runner:
         settled = may and not (drafts or self._unsettled or only)
         rows = self.state.slots if settled else rows
         kind = sampler.mode, sampler.penalised, sampler.biased, sampler.alternatives
-        variant = SamplingVariant(*kind, drafts, rows, name, settled)
+        variant = SamplingVariant(*kind, drafts, rows, name, settled, steps)
         start: Callable[[], object] = partial(self._decode_step, variant)
         if self._captures:
             if variant not in self._graphs and (name is not None or settled):
                 self._capture(variant)
             elif variant not in self._graphs:  # with every number of rows: none should be waited for later
-                for many in (None, *self.row_counts):
-                    self._capture(dataclasses.replace(variant, rows=many))
+                for many, at_once in itertools.product((None, *self.row_counts), self._at_once):
+                    self._capture(dataclasses.replace(variant, rows=many, steps=at_once))
             start = self._graphs[variant].replay
         work = _Work(start, len(self.program.output.ints_NC) if rows is None else rows, variant.alternatives)
         if only is not None:
@@ -328,7 +355,18 @@ class Runner:
 
     @torch.no_grad()
     def _decode_step(self, variant: SamplingVariant) -> None:
-        self.program.decode_step(variant)
+        """One decode step, or those of a burst, each with an output of its own."""
+        program = self.program
+        if variant.steps == 1:
+            program.decode_step(variant)
+            return
+        own = program.output
+        try:
+            for number in range(variant.steps):
+                program.output = self._burst_output.part(number, len(own.ints_NC))
+                program.decode_step(variant)
+        finally:
+            program.output = own
 
     def _pair(self, at: int, rows: int) -> tuple[StepOutput, StepOutput]:
         """Where the host finds what was chosen, and where the device leaves it."""
@@ -352,7 +390,7 @@ class Runner:
     def collect(self, numbers: Sequence[int]) -> list[StepOutput]:
         """What some decode steps chose, the earliest first; waits for the last of them. The tensors are on the host, and
         hold until another burst has begun."""
-        if (event := self._events[numbers[-1] % len(self._outputs)]) is not None:
+        if (event := self._ends[numbers[-1] % len(self._outputs)]) is not None:
             event.synchronize()
         places = [number % len(self._outputs) for number in numbers]
         return [self._pair(at, self._told[at])[0] for at in places]
@@ -366,12 +404,12 @@ class Runner:
         with torch.cuda.stream(side):
             kept = [tensor.clone() for tensor in before]
             self.state.stage_S.fill_(-1)  # nobody runs: no page is written
-            for _ in range(WARM_UPS):
-                self.program.decode_step(variant)
+            for _ in range(WARM_UPS if variant.steps == 1 else 1):  # a burst comes behind its step
+                self._decode_step(variant)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with capturing(graph, self._pool):
-            self.program.decode_step(variant)
+            self._decode_step(variant)
         self._pool = self._pool or graph.pool()
         self._graphs[variant] = graph
         self.captures += 1

@@ -52,6 +52,8 @@ class SamplingVariant:
     """exits: the pass that the host has chosen, instead of all of a decode step."""
     settled: bool = False
     """No draft waits to be verified and none is made: a step may be the plain model's."""
+    steps: int = 1
+    """Decode steps that are recorded as one piece of work."""
 
     @property
     def greedy(self) -> bool:

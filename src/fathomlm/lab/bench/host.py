@@ -88,7 +88,7 @@ class NullProgram:
         self._turns = len(self.output.ints_NC) // self._batch_size
         self._columns = dict(zip(COLUMNS, state.numbers_SC.numpy().T, strict=True))  # views of the device's memory
         self._entries_ST, self._capacity_ST = state.entries_ST.numpy(), state.capacity_ST.numpy()
-        self._ints_NC, self._tokens = self.output.ints_NC.numpy(), np.array(tokens)
+        self._tokens = np.array(tokens)
         parts = (1.0,) if plan.routing is None else plan.routing.capacity
         drawn = np.random.default_rng(0).random(4099)
         self._depths = np.sum([drawn < part for part in parts], axis=0)
@@ -103,8 +103,9 @@ class NullProgram:
 
     def decode_step(self, variant: SamplingVariant) -> None:
         begun = time.thread_time()
+        ints_NC = self.output.ints_NC.numpy()
         for turn in range(self._turns):
-            self._turn(self._ints_NC[turn * self._batch_size : (turn + 1) * self._batch_size])
+            self._turn(ints_NC[turn * self._batch_size : (turn + 1) * self._batch_size])
         self.seconds += time.thread_time() - begun
 
     def _turn(self, ints_NC: np.ndarray[Any, Any]) -> None:
@@ -215,7 +216,7 @@ def _measure_engine(engine: Engine, listens: bool, tokens: int) -> tuple[float, 
     best = min(run(tokens) for _ in range(ROUNDS))
     clock, null, begun = StageClock(time.thread_time, PARTS), _null_seconds(engine), engine.totals.tokens
     clock_methods(clock, engine, step="schedule", submit="schedule", _collect="collect", _read="text", _read_end="text")
-    clock_methods(clock, engine.runner, apply="launch", launch="launch")
+    clock_methods(clock, engine.runner, apply="launch", launch_burst="launch")
     run(tokens)
     clock.seconds["launch"] -= _null_seconds(engine) - null
     parts = {part: seconds / (engine.totals.tokens - begun) * 1e6 for part, seconds in clock.seconds.items()}

@@ -169,15 +169,26 @@ class PassCounts:
 
     def __init__(self, engine: Engine) -> None:
         self.counts: Counter[str] = Counter()
-        self._program = engine.runner.program
-        wrap(engine.runner, launch=self._counted)
+        self._program, self._alone = engine.runner.program, 0
+        wrap(engine.runner, launch=self._counted, launch_burst=self._counted_burst)
 
     def _counted(
         self, launch: Callable[..., int], drafts: bool = True, sequences: int | None = None,
         only: tuple[str, int] | None = None,
     ) -> int:  # fmt: skip
         self.counts.update(self._names(drafts, only))
+        self._alone += 1
         return launch(drafts, sequences, only)
+
+    def _counted_burst(
+        self, launch: Callable[..., list[int]], steps: int, drafts: bool = True, sequences: int | None = None
+    ) -> list[int]:
+        """A burst may be one piece of work, or as many launches as it has decode steps, which were counted."""
+        before = self._alone
+        numbers = launch(steps, drafts, sequences)
+        for _ in range(len(numbers) - (self._alone - before)):
+            self.counts.update(self._names(drafts, None))
+        return numbers
 
     def _names(self, drafts: bool, only: tuple[str, int] | None) -> Sequence[str]:
         program = self._program

@@ -164,7 +164,8 @@ class TimedEngine(Engine):
         clock_methods(self.stages, self.scheduler, schedule="scheduling")
         clock_methods(
             self.stages, self.runner,
-            apply="applying", prefill="prefill", launch="launching", outcome="waiting", collect="waiting",
+            apply="applying", prefill="prefill", launch="launching", launch_burst="launching", outcome="waiting",
+            collect="waiting",
         )  # fmt: skip
         wrap(self.runner, collect=self._count)
         wrap(self.scheduler, schedule=self._watch)
