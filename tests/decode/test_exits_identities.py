@@ -57,17 +57,23 @@ def full_run(name: str, how: str) -> list[Generation]:
     return generate(build(name), PROMPTS, max_new_tokens=NEW, **SAMPLINGS[how])
 
 
-def run_of(name: str, mode: str, options: dict[str, Any] | None = None, **sampling: Any) -> list[Generation]:
-    return generate(build(name), PROMPTS, exiting=exiting(name, mode, **options or {}), **{"max_new_tokens": NEW} | sampling)
+@cache
+def run_with(name: str, setting: Exiting, how: str) -> list[Generation]:
+    """What several tests ask for: computed once, read only."""
+    return generate(build(name), PROMPTS, exiting=setting, max_new_tokens=NEW, **SAMPLINGS[how])
+
+
+def run_of(name: str, mode: str, options: dict[str, Any] | None = None, how: str = "greedy") -> list[Generation]:
+    return run_with(name, exiting(name, mode, **options or {}), how)
 
 
 @pytest.mark.parametrize(
     ("name", "mode", "how"), some_models(("full", "parallel", "state-copy", "speculative", "select", "oracle"))
 )
 def test_who_never_leaves_gives_what_full_decoding_gives(name: str, how: str, mode: str) -> None:
-    sampling, full = SAMPLINGS[how], full_run(name, how)
+    full = full_run(name, how)
     options = {} if mode in ("full", "oracle") else {"threshold": 1.0}
-    got = run_of(name, mode, options, **sampling)
+    got = run_of(name, mode, options, how)
     assert tokens(got) == tokens(full)
     assert [result.finish for result in got] == [result.finish for result in full]
     if mode != "oracle":
@@ -78,8 +84,8 @@ def test_who_never_leaves_gives_what_full_decoding_gives(name: str, how: str, mo
 def test_parallel_decoding_gives_what_selecting_over_full_entries_gives(name: str, how: str, mode: str) -> None:
     """Tokens that wait get their exact entries, so it is as if every layer had run for all."""
     options = {"threshold": mixing_threshold(name)}
-    meant = run_of(name, "select", options, **SAMPLINGS[how])
-    got = run_of(name, mode, options, **SAMPLINGS[how])
+    meant = run_of(name, "select", options, how)
+    got = run_of(name, mode, options, how)
     assert tokens(got) == tokens(meant)
     assert [result.exit_layers for result in got] == [result.exit_layers for result in meant]
     assert [result.agreements for result in got] == [result.agreements for result in meant]
@@ -88,9 +94,8 @@ def test_parallel_decoding_gives_what_selecting_over_full_entries_gives(name: st
 
 @pytest.mark.parametrize(("name", "mode", "how"), some_models(("parallel", "state-copy", "select")))
 def test_who_always_leaves_gives_what_the_shallow_model_gives(name: str, how: str, mode: str) -> None:
-    sampling = SAMPLINGS[how]
-    shallow = run_of(name, "static", **sampling)
-    got = run_of(name, mode, {"threshold": 0.0}, **sampling)
+    shallow = run_of(name, "static", how=how)
+    got = run_of(name, mode, {"threshold": 0.0}, how)
     assert tokens(got) == tokens(shallow) != tokens(full_run(name, how))
     assert {result.exit_layers for result in [*got, *shallow]} == {(exit_layer(name),) * NEW}
 
@@ -104,7 +109,8 @@ def test_who_always_leaves_gives_what_the_shallow_model_gives(name: str, how: st
     ],
 )
 def test_without_any_cache_it_is_the_same(name: str, mode: str, confidence: str) -> None:
-    options = {} if mode == "static" else {"threshold": mixing_threshold(name, 0.5, confidence), "confidence": confidence}
+    options: dict[str, Any] = {} if mode == "static" else {"threshold": mixing_threshold(name, 0.5, confidence)}
+    options |= {} if confidence == "gap" else {"confidence": confidence}
     got = run_of(name, mode, options)
     for prompt, result in zip(PROMPTS, got, strict=True):
         expected, layers = naive(build(name), prompt, exiting(name, mode, **options))
@@ -273,7 +279,7 @@ def over_models(pairs: list[tuple[Any, str]]) -> list[Any]:
 )
 def test_a_batch_equals_singles(name: str, mode: str, options: dict[str, Any], how: str) -> None:
     setting, sampling = every(name, mode, options), SAMPLINGS[how]
-    together = generate(build(name), PROMPTS, max_new_tokens=NEW, exiting=setting, **sampling)
+    together = run_with(name, setting, how)
     alone = [generate(build(name), [p], max_new_tokens=NEW, exiting=setting, **sampling)[0] for p in PROMPTS]
     assert told(together) == told(alone)
     assert mode in ("full", "static") or mixed(together)

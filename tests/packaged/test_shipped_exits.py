@@ -20,17 +20,13 @@ from fathomlm.checkpoints.resolve import load
 from fathomlm.cli.main import main
 from fathomlm.decode.calibration import FILE, Calibration
 from fathomlm.decode.exiting import Exiting
-from fathomlm.decode.prompts import chat_prompt
 from fathomlm.decode.threshold_samples import STEPS
 from fathomlm.model.hub import FathomForCausalLM
 from fathomlm.packaged import packaged_exits
-from packaged.shipped import record_of
+from packaged.shipped import MESSAGES, record_of
 
 NAME = "smollm2-135m"
 PATH = packaged_exits(NAME)
-MESSAGES = (Path(__file__).parent / "held_out_messages.txt").read_text(encoding="utf-8").splitlines()
-REPLY = 64
-"""Tokens of a reply, as the record was made with."""
 DRAFTED = 16
 """Of which drafting is compared with: a pass of the real model takes long."""
 
@@ -53,16 +49,6 @@ def exited(smollm2_path: Path) -> FathomForCausalLM:
     found = load(smollm2_path, dtype="float32", exits=place())
     assert isinstance(found, FathomForCausalLM)
     return found
-
-
-@pytest.fixture(scope="module")
-def prompts(smollm2: FathomForCausalLM) -> list[list[int]]:
-    return [chat_prompt(smollm2, [{"role": "user", "content": message}]) for message in MESSAGES]
-
-
-@pytest.fixture(scope="module")
-def replies(smollm2: FathomForCausalLM, prompts: list[list[int]]) -> list[tuple[int, ...]]:
-    return [row.tokens for row in fathomlm.generate(smollm2, prompts, max_new_tokens=REPLY)]
 
 
 def layer() -> int:
