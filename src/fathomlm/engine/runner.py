@@ -57,6 +57,8 @@ DRAFTS = 4
 """Passes that draft in a decode step, to one that verifies."""
 CHUNK, GPU_CHUNK = 256, 8192
 """Prompt tokens of one pass: a GPU needs thousands to be kept busy, and a CPU should not keep others waiting."""
+BURST_GRAPHS = False
+"""Whether a GPU has a whole burst as one graph, with one copy of its results. Not measured yet: off."""
 LEAST_ROWS = 32
 """With fewer rows a decode step is hardly faster on a GPU."""
 CPU_ROOM = 1 << 30
@@ -177,7 +179,7 @@ class Runner:
         places, alternatives = (self.sizes.lag + 2) * burst, self.sampler.max_logprobs
         self._ring = StepOutput.empty(places * rows, alternatives, self.device, pinned=gpu)
         self._outputs = [self._ring.part(place, rows) for place in range(places)]
-        together = burst > 1 and self.layout.kind in ("whole", "routed")
+        together = burst > 1 and self.layout.kind in ("whole", "routed") and (BURST_GRAPHS or not gpu)
         self._at_once = (1, burst) if together else (1,)
         """Decode steps that may be started as one piece of work."""
         self._burst_output = StepOutput.empty(burst * rows if together else 0, alternatives, self.device)
