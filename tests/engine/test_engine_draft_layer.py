@@ -117,7 +117,7 @@ SHAPES: tuple[tuple[dict[str, Any], int], ...] = (
 
 @pytest.mark.parametrize(
     ("name", "shape", "sequences"),
-    [(name, *way) for name, way in [*product(["draft"], SHAPES), *in_turn(OTHERS, SHAPES, 0), *in_turn(OTHERS, SHAPES, 1)]],
+    [(name, *way) for name, way in [*product(["draft"], SHAPES), *in_turn(OTHERS, SHAPES, 1)]],
 )
 def test_where_drafting_is_off_a_step_is_the_plain_models(
     name: str, shape: dict[str, Any], sequences: int, monkeypatch: pytest.MonkeyPatch
