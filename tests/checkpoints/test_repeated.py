@@ -89,6 +89,7 @@ def test_after_dropping_and_narrowing_and_through_a_file(tmp_path: Path) -> None
         ({"drop": 0, "repeat": 2, "sharing": "cycle"}, "cannot be combined with sharing"),
         ({"drop": 0, "repeat": 2, "relax": "lora"}, "cannot be combined with relax"),
         ({"drop": 3, "repeat": 2}, "requires more than 3, got 3"),
+        ({"drop": 0, "repeat": 10**6}, "must be <= 1024, got 3000003"),
     ],
 )
 def test_refusals(base: Any, options: dict[str, Any], says: str) -> None:

@@ -252,13 +252,18 @@ def test_repeated_layers_are_named_in_the_card(readable, tmp_path, capsys):
     assert "| 3 | 3, 3 |" in (tmp_path / "m" / "README.md").read_text()
     assert main(["export", base, str(tmp_path / "hf"), *words]) == 0
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["num_hidden_layers"] == 9
+    capsys.readouterr()
+    assert main(["export", str(tmp_path / "m"), str(tmp_path / "m.gguf"), "--json"]) == 0, "unrolled: 2 do not divide 9"
+    assert json.loads(capsys.readouterr().out)["layers"] == 9
 
 
 def test_narrower_layers_are_named_in_the_card(readable, tmp_path, capsys):
     base, text = readable
     words = ["--drop", "0", "--neurons", "16", "--calibrate", text, "--calibrate-tokens", "512"]
     assert main(["convert", base, str(tmp_path / "small"), *words]) == 0
-    assert "over held-out calibration text" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "over held-out calibration text" in said
+    assert "what is left is a starting point" in said
     card = (tmp_path / "small" / "README.md").read_text()
     assert "Feed-forward neurons of each layer: 16 of the base's 24." in card
     assert main(["export", base, str(tmp_path / "hf"), *words, "--json"]) == 0
@@ -328,6 +333,35 @@ def test_wrong_drops_and_budgets_leave_nothing(readable, tmp_path, capsys, argum
     assert code == 2
     assert says in capsys.readouterr().err
     assert listing(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--drop", "8", "--by", "greedy"], "drop must be between 0 and 7"),
+        (["--drop", "0", "--neurons", "25"], "neurons must be between 1 and the model's 24, got 25"),
+        (["--drop", "5", "--by", "greedy", "--repeat", "2"], "requires more than 3, got 3"),
+        (["--drop", "0", "--by", "greedy", "--repeat", "500"], "must be <= 1024, got 2503"),
+    ],
+)
+@pytest.mark.parametrize("command", ["convert", "export"])
+def test_what_cannot_be_made_is_refused_before_it_is_measured(
+    readable, tmp_path, capsys, monkeypatch, command, arguments, says
+):
+    """A search may take hours."""
+    monkeypatch.setattr("fathomlm.checkpoints.activations.measure_activations", lambda *_, **__: pytest.fail("measured"))
+    base, text = readable
+    assert main([command, base, str(tmp_path / "m"), *arguments, "--calibrate", text]) == 2
+    assert says in capsys.readouterr().err
+    assert listing(tmp_path) == []
+
+
+def test_neurons_of_a_loop_are_refused_before_they_are_measured(readable, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("fathomlm.checkpoints.activations.measure_activations", lambda *_, **__: pytest.fail("measured"))
+    base, text = readable
+    words = ["--drop", "0", "--neurons", "16", "--recursions", "2", "--calibrate", text]
+    assert main(["convert", base, str(tmp_path / "m"), *words]) == 2
+    assert "cannot be combined with sharing or recursions" in capsys.readouterr().err
 
 
 def test_calibration_text_may_be_too_short_or_no_text(readable, tmp_path, capsys):

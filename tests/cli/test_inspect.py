@@ -270,6 +270,13 @@ def test_dropped_layers_are_counted_against_the_whole_model(capsys: pytest.Captu
     assert record["relative_kv"] == pytest.approx(22 / 30)
 
 
+def test_no_narrower_encoder_decoder_model_is_offered(capsys: pytest.CaptureFixture[str], mistake) -> None:
+    """`convert` measures decoder-only models only."""
+    assert main(["inspect", "t5-small", "--budget", "0.6", "--json"]) == 0
+    assert not any("--neurons" in each["options"] for each in json.loads(capsys.readouterr().out)["candidates"])
+    assert "neurons requires a decoder-only model" in mistake("t5-small", "--drop", "0", "--neurons", "8")
+
+
 def test_a_budget_compares_plans_that_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", "smollm2-135m", "--budget", "0.61", "--json"]) == 0
     found = {each["options"]: each for each in json.loads(capsys.readouterr().out)["candidates"]}
@@ -298,6 +305,7 @@ def test_a_budget_compares_plans_that_fit(capsys: pytest.CaptureFixture[str]) ->
         (["--budget", "0.6", "--recursions", "2"], "--budget compares plans of its own"),
         (["--budget", "0.1"], "no plan has 10% of the bytes: the embeddings alone are 21%"),
         (["--drop", "30"], "drop must be between 0 and 29"),
+        (["--drop", "2", "--neurons", "8", "--recursions", "2"], "--neurons cannot be combined with"),
     ],
 )
 def test_budgets_and_drops_that_cannot_be(capsys: pytest.CaptureFixture[str], arguments: list[str], says: str) -> None:

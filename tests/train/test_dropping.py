@@ -154,6 +154,22 @@ def test_refusals_come_with_the_dry_run(recipe: Make, teacher: Path, model: dict
         read_student(of(recipe, teacher, **model))
 
 
+@pytest.mark.parametrize(
+    ("source", "model", "says"),
+    [
+        ("olmo2-1b", {"drop": 0, "repeat": 2}, "without norms behind them"),
+        ("qwen3-30b-a3b", {"drop": 0, "neurons": 8, "calibrate": 1024}, "this model has experts"),
+        ("t5-small", {"drop": 1, "calibrate": 1024}, r"model\.calibrate requires a decoder-only model"),
+        ("smollm2-135m", {"drop": 0, "repeat": 100}, "must be <= 1024, got 2703"),
+    ],
+)
+def test_models_that_cannot_be_made_smaller_so_are_refused_before_data_are_read(
+    recipe: Make, source: str, model: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(OptionError, match=says):
+        read_student(of(recipe, Path(source), **model), foresee=True)
+
+
 def test_too_little_to_calibrate_on(recipe: Make, teacher: Path, token_corpus: Path) -> None:
     with pytest.raises(OptionError, match=r"model\.calibrate must be >= 64"):
         build_student(of(recipe, teacher, drop=1, calibrate=10), Corpus.open(token_corpus))

@@ -44,11 +44,11 @@ from fathomlm.checkpoints.tying import (
 )
 from fathomlm.depth import Architecture, DepthPlan, Relaxation, Step, build_routing
 from fathomlm.depth.cost import count
-from fathomlm.depth.plan import DEFAULT_RECURSIONS, KVMode, Resize
+from fathomlm.depth.plan import DEFAULT_RECURSIONS, KVMode, Resize, check_repeat
 from fathomlm.depth.relaxation import RELAXATIONS, build_relaxation, check_fits, kinds_with
 from fathomlm.depth.relaxation.kind import RelaxationKind
 from fathomlm.depth.routing import ROUTERS, RouterOptions
-from fathomlm.depth.sharing import kept_layers
+from fathomlm.depth.sharing import kept_layers, with_neurons
 from fathomlm.errors import OptionError, choices
 from fathomlm.model.blocks import build_block
 from fathomlm.model.hub import FathomForCausalLM
@@ -136,13 +136,7 @@ def convert(
         return _with_open_routers(routed_model) if fresh else routed_model
     if by is not None and drop is None:
         raise OptionError("by says which layers are dropped; it requires drop")
-    if neurons is not None and drop is None:
-        raise OptionError("neurons requires drop, which may be 0")
-    if repeat is not None:
-        others = {"sharing": sharing, "recursions": None if recursions == 1 else recursions, "init": init, "relax": relax}
-        _check_repeat(repeat, drop, others)
-    plain = drop is not None and sharing is None
-    times = recursions if recursions is not None else 1 if plain else DEFAULT_RECURSIONS
+    times = check_dropping(drop, neurons, repeat, sharing=sharing, recursions=recursions, init=init, relax=relax)
     _check_one(times, init, norm_init, resize)
     place = parse_device(device)
     base = plain_base(source)
@@ -155,7 +149,7 @@ def convert(
         base, activations = KeptLayers(base, kept), None if activations is None else activations.of(kept)
     dropped = list(base.layers) if isinstance(base, KeptLayers) else None
     if neurons is not None:
-        base = _narrower(base, neurons, activations, times)
+        base = _narrower(base, neurons, activations)
     how = "add" if resize is True else resize or None
     plan = DepthPlan.build(sharing or "cycle", times, base.architecture.layers, how)
     if repeat is not None:
@@ -184,20 +178,42 @@ def convert(
     return _with_open_routers(replan(tied, routed, seed=seed))
 
 
-def _check_repeat(repeat: int, drop: int | None, others: dict[str, Any]) -> None:
-    if drop is None:
-        raise OptionError("repeat requires drop, which may be 0")
-    if repeat < 2:
-        raise OptionError(f"repeat must be >= 2, got {repeat}")
-    for name in (name for name, value in others.items() if value is not None):
-        raise OptionError(f"repeat ties the layers that are left in its own way; it cannot be combined with {name}")
+def check_dropping(
+    drop: int | None,
+    neurons: int | None,
+    repeat: int | None,
+    *,
+    sharing: str | None,
+    recursions: int | None,
+    init: str | None,
+    relax: str | None,
+    shape: Architecture | None = None,
+) -> int:
+    """Refuse what does not go together, or with a model of that `shape`: also asked before hours of measuring. Returns how
+    often shared layers run."""
+    plain = drop is not None and sharing is None
+    times = recursions if recursions is not None else 1 if plain else DEFAULT_RECURSIONS
+    for name in (name for name, value in (("neurons", neurons), ("repeat", repeat)) if value is not None and drop is None):
+        raise OptionError(f"{name} requires drop, which may be 0")
+    if neurons is not None and times != 1:
+        raise OptionError("neurons cannot be combined with sharing or recursions: what is tied afterwards was not measured")
+    if repeat is not None:
+        if repeat < 2:
+            raise OptionError(f"repeat must be >= 2, got {repeat}")
+        others = {"sharing": sharing, "recursions": None if recursions == 1 else recursions, "init": init, "relax": relax}
+        for name in (name for name, value in others.items() if value is not None):
+            raise OptionError(f"repeat ties the layers that are left in its own way; it cannot be combined with {name}")
+    if shape is not None and drop is not None:
+        small = shape.with_layers(kept_layers(shape.layers, drop, "stepwise"))
+        small = small if neurons is None else with_neurons(small, neurons)
+        if repeat is not None:
+            check_repeat(small, repeat)
+    return times
 
 
-def _narrower(base: BaseCheckpoint, neurons: int, activations: Activations | None, recursions: int) -> BaseCheckpoint:
+def _narrower(base: BaseCheckpoint, neurons: int, activations: Activations | None) -> BaseCheckpoint:
     if activations is None or activations.directory is None:
         raise OptionError("neurons requires calibration text (--calibrate FILE), over which second moments are measured")
-    if recursions != 1:
-        raise OptionError("neurons cannot be combined with sharing or recursions: what is tied afterwards was not measured")
     return KeptNeurons(base, neurons, activations)
 
 

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from fathomlm.checkpoints.assemble import BaseCheckpoint, TokenIds
 from fathomlm.depth import Architecture, DepthPlan
-from fathomlm.depth.plan import repeated_layers, repeated_plan
-from fathomlm.errors import OptionError
+from fathomlm.depth.plan import check_repeat, repeated_layers, repeated_plan
 
 WRITERS = ("attn.o", "mlp.down")
 """The linears of a layer that write to the residual stream."""
@@ -24,10 +23,7 @@ class RepeatedLayers:
     """A plain base checkpoint with its inner layers `times` times in a row, each writing its part."""
 
     def __init__(self, base: BaseCheckpoint, times: int) -> None:
-        if base.architecture.residual not in ("pre", "parallel") or base.architecture.cross:
-            raise OptionError(
-                "repeat requires output projections that write to the residual stream, without norms behind them"
-            )
+        check_repeat(base.architecture, times)
         self.base, self.times = base, times
         self.looped = repeated_plan(base.architecture.layers, times)
         self.layers = repeated_layers(base.architecture.layers, times)

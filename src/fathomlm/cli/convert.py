@@ -60,7 +60,7 @@ class Convert(ForceOptions, DtypeOptions, SeedOptions, JsonOptions):
         check_target(self.out, self.force)
 
         from fathomlm.checkpoints.card import Conversion, model_card
-        from fathomlm.checkpoints.convert import convert
+        from fathomlm.checkpoints.convert import check_dropping, convert
         from fathomlm.checkpoints.native import directory_bytes, save
         from fathomlm.checkpoints.resolve import decoder_only, describe, dtype_name, open_source
 
@@ -69,6 +69,9 @@ class Convert(ForceOptions, DtypeOptions, SeedOptions, JsonOptions):
         fields |= {"router": self.routing.routing, "kv": self.routing.kv, "drop": self.dropping.drop, "by": self.dropping.by}
         fields |= {"neurons": self.dropping.neurons, "repeat": self.dropping.repeat}
         source = open_source(self.model)
+        if self.dropping.calibrate is not None and source.plan.plain:
+            names = ("drop", "neurons", "repeat", "sharing", "recursions", "init", "relax")
+            check_dropping(**{name: fields[name] for name in names}, shape=source.architecture)
         measured = self.dropping.measured(source, moments=self._reads_moments(), device=self.device)
         fields |= {"dtype": self.dtype, "device": self.device, "seed": self.seed, "activations": measured}
         with progress_bar("converting") as update:
@@ -118,7 +121,7 @@ class Convert(ForceOptions, DtypeOptions, SeedOptions, JsonOptions):
             print(f"  ranks: {', '.join(f'{name} {rank}' for name, rank in model.relaxation.ranks.items())}")
         if measured is not None:
             print(f"  loss {loss:.3f} over held-out calibration text, the base's {measured.loss:.3f}")
-        if not model.plan.injection and (model.plan.recursions > 1 or self.dropping.drop):
+        if not model.plan.injection and (model.plan.recursions > 1 or self.dropping.drop or shares[0] < 1):
             what = "tied weights are" if model.plan.recursions > 1 else "what is left is"
             print(f"  {what} a starting point: uptrain the model before you judge its output ({self.out}/README.md)")
         return 0

@@ -109,11 +109,14 @@ def _load(options: Export) -> FathomModel:
     if options.dropping.drop is None:
         return load(options.model, dtype=options.dtype)
 
-    from fathomlm.checkpoints.convert import convert
+    from fathomlm.checkpoints.convert import check_dropping, convert
     from fathomlm.checkpoints.resolve import open_source
 
     source = open_source(options.model)
     dropping = options.dropping
+    if dropping.calibrate is not None and source.plan.plain:
+        tying: dict[str, None] = dict.fromkeys(("sharing", "recursions", "init", "relax"))
+        check_dropping(dropping.drop, dropping.neurons, dropping.repeat, **tying, shape=source.architecture)
     measured = dropping.measured(source, moments=dropping.neurons is not None)
     fields: dict[str, Any] = {"drop": dropping.drop, "by": dropping.by, "neurons": dropping.neurons}
     fields |= {"repeat": dropping.repeat}

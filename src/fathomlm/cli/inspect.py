@@ -38,8 +38,8 @@ class Inspect(JsonOptions):
     neurons: int | None = like(DropOptions, "neurons", help="keep N feed-forward neurons of each layer that is left")
     budget: float | None = option(
         None, gt=0, le=1, metavar="PART",
-        help="compare plans that have at most this part of MODEL's bytes in the same number format: dropped layers, loops, "
-        "loops with the highest LoRA rank that fits",
+        help="compare plans that have at most this part of MODEL's bytes in the same number format: dropped layers, fewer "
+        "neurons, loops, loops with the highest LoRA rank that fits",
     )  # fmt: skip
     plan: PlanOptions = section(PlanOptions, "depth plan")
     relaxation: RelaxOptions = section(RelaxOptions, "relaxation")
@@ -56,6 +56,8 @@ class Inspect(JsonOptions):
             architecture = architecture.with_layers(kept_layers(architecture.layers, self.drop, "stepwise"))
             architecture = architecture if self.neurons is None else with_neurons(architecture, self.neurons)
             own_plan = None
+        if self.neurons is not None and planned and self.plan.recursions != 1:
+            raise OptionError("--neurons cannot be combined with --sharing or --recursions, as in convert")
         kept = None
         if planned:
             architecture, plan = self.plan.over(architecture, own_plan)

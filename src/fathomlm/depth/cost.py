@@ -304,7 +304,7 @@ def _dropped(architecture: Architecture, limit: float, context: int) -> Iterator
 
 def _narrower(architecture: Architecture, drop: int, limit: float, context: int) -> Iterator[Candidate]:
     """Half as many layers dropped, and none, each with the most neurons that fit, in steps of 8."""
-    for fewer in sorted({drop // 2, 0}, reverse=True) if drop and not architecture.experts else ():
+    for fewer in sorted({drop // 2, 0}, reverse=True) if drop and not (architecture.experts or architecture.cross) else ():
         small = architecture.with_layers(kept_layers(architecture.layers, fewer, "stepwise"))
         plan = DepthPlan.vanilla(small.layers)
         each = small.layers * sum(linear.name in ("gate", "up", "down") for linear in small.linears()) * small.hidden

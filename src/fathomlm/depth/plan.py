@@ -449,7 +449,15 @@ def repeated_plan(layers: int, times: int) -> DepthPlan:
     """Each of so many layers `times` times in a row, but for those at the ends."""
     if layers <= sum(REPEATED_ENDS):
         raise OptionError(f"repeat leaves the first two layers and the last alone; it requires more than 3, got {layers}")
+    check_size("layers", layers + (layers - sum(REPEATED_ENDS)) * (times - 1), called="the layers that run with repeat")
     return DepthPlan.build("middle-sequence", times, len(repeated_layers(layers, times)), ends=REPEATED_ENDS)
+
+
+def check_repeat(architecture: Architecture, times: int) -> None:
+    """Refuse layers that cannot be repeated in smaller steps, or not so often."""
+    if architecture.residual not in ("pre", "parallel") or architecture.cross:
+        raise OptionError("repeat requires output projections that write to the residual stream, without norms behind them")
+    repeated_plan(architecture.layers, times)
 
 
 def repeated_layers(layers: int, times: int) -> tuple[int, ...]:

@@ -132,6 +132,8 @@ def with_neurons(architecture: Architecture, neurons: int) -> Architecture:
     """The shape with so many feed-forward neurons in each layer."""
     if architecture.experts:
         raise OptionError("neurons requires layers with one feed-forward part; this model has experts")
+    if architecture.cross:
+        raise OptionError("neurons requires a decoder-only model: the activations of others are not measured")
     if not 1 <= neurons <= architecture.intermediate:
         raise OptionError(f"neurons must be between 1 and the model's {architecture.intermediate:,}, got {neurons:,}")
     return dataclasses.replace(architecture, intermediate=neurons)

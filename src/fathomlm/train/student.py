@@ -10,7 +10,7 @@ from typing import Any
 from fathomlm.checkpoints.resolve import architecture_of, encoder_of
 from fathomlm.checkpoints.tying import CALIBRATED
 from fathomlm.depth import Architecture, DepthPlan, ExitParts, Relaxation
-from fathomlm.depth.plan import repeated_layers, repeated_plan
+from fathomlm.depth.plan import check_repeat, repeated_layers, repeated_plan
 from fathomlm.depth.presets import PRESETS, T5_FAMILIES, with_t5_traits
 from fathomlm.depth.relaxation import RELAXATIONS, build_relaxation, check_fits
 from fathomlm.depth.sharing import MEASURED, kept_layers, with_neurons
@@ -76,9 +76,14 @@ def read_student(recipe: Recipe, *, foresee: bool = False, source: StudentSpec |
         else:
             architecture, own_plan, own_relaxation = read_source(model.source, foresee=foresee)
         check_tying(model, own_plan, own_relaxation)
+        if model.calibrate is not None and architecture.cross:
+            raise OptionError(
+                f"model.calibrate requires a decoder-only model; a {architecture.family} decoder has an encoder"
+            )
         if model.drop is not None:
             architecture, own_plan = dropped(model, architecture), None
         if model.repeat is not None:
+            check_repeat(architecture, model.repeat)
             own_plan = repeated_plan(architecture.layers, model.repeat)
             architecture = architecture.with_layers(repeated_layers(architecture.layers, model.repeat))
         if model.recursions == 1:

@@ -87,8 +87,9 @@ def _layout(model: FathomForCausalLM, unroll: bool) -> tuple[Architecture, Depth
         raise OptionError("a GGUF file cannot hold an injection at the beginning of each loop; --format hf can")
     if plan.recursions > 1 and not unroll:
         try:
+            shape = check_loops(model, "nanbeige")  # first: a plan with ends of its own may not divide as a cycle
             looped = DepthPlan.build("cycle", plan.recursions, plan.unrolled_layers)
-            return check_loops(model, "nanbeige"), looped.with_loop_norm() if plan.loop_norm else looped
+            return shape, looped.with_loop_norm() if plan.loop_norm else looped
         except OptionError:
             if plan.loop_norm:
                 raise
