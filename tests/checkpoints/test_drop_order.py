@@ -11,7 +11,7 @@ import fathomlm
 from fathomlm.checkpoints.activations import Activations, token_rows
 from fathomlm.checkpoints.assemble import ModelBase
 from fathomlm.checkpoints.drop_order import candidates, drop_order, row_loss
-from fathomlm.errors import OptionError
+from fathomlm.errors import CheckpointError, OptionError
 from lab.analyze.tiny import TEXT, model_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -41,6 +41,23 @@ def loss_without(base: Any, gone: list[int], rows: torch.Tensor) -> float:
     finally:
         base.decoder.plan = whole
     return sum(losses) / len(losses)
+
+
+def test_weights_that_are_not_finite_are_refused() -> None:
+    broken = model_of(None, sharing="cycle", recursions=1)
+    with torch.no_grad():
+        broken.decoder.layers[3].mlp.up.weight[0] = float("nan")
+    with pytest.raises(CheckpointError, match="not finite"):
+        fathomlm.measure_activations(broken, [TEXT] * 2, tokens=1024, greedy=2)
+
+
+def test_a_candidate_without_a_loss_is_not_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without its first layer a model may overflow."""
+    base, nan = model_of(None, sharing="cycle", recursions=1), float("nan")
+    monkeypatch.setattr(
+        "fathomlm.checkpoints.drop_order._losses_without", lambda decoder, rows, kept: [nan, *range(len(kept), 1, -1)]
+    )
+    assert [layer for layer, _ in drop_order(base.decoder, [torch.zeros(1, 4)], 2)] == [7, 6]
 
 
 def test_the_search_equals_brute_force(base: Any) -> None:

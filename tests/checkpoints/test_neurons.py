@@ -53,6 +53,16 @@ def test_neurons_that_add_nothing_are_not_missed(base: Any) -> None:
     torch.testing.assert_close(small(rows).logits, sparse(rows).logits, rtol=0, atol=1e-3)
 
 
+def test_neurons_that_never_fire_keep_their_columns(base: Any) -> None:
+    silent = fathomlm.convert(base, drop=0)
+    with torch.no_grad():
+        silent.decoder.layers[3].mlp.up.weight.zero_()
+    found = fathomlm.measure_activations(silent, [TEXT] * 2, tokens=1024)
+    small = fathomlm.convert(silent, drop=0, neurons=8, activations=found)
+    columns = silent.decoder.layers[3].mlp.down.weight
+    assert all(any(torch.equal(one, other) for other in columns.T) for one in small.decoder.layers[3].mlp.down.weight.T)
+
+
 def test_the_fit_is_the_best_there_is(base: Any, measured: Activations) -> None:
     down, moment = base.decoder.layers[3].mlp.down.weight.detach(), measured.moment(3, "down")
     kept = strongest(down, moment, 10)

@@ -16,6 +16,7 @@ Shapes: N rows, T tokens of a row, M hidden width, I inputs of a linear.
 from __future__ import annotations
 
 import dataclasses
+import math
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -33,7 +34,7 @@ from fathomlm.checkpoints.drop_order import candidates, drop_order, row_loss, sh
 from fathomlm.checkpoints.resolve import plain_base
 from fathomlm.checkpoints.tying import CALIBRATION_TOKENS
 from fathomlm.depth import DepthPlan
-from fathomlm.errors import DataError, OptionError
+from fathomlm.errors import CheckpointError, DataError, OptionError
 from fathomlm.model.attention_mask import TokenBatch, full_masks
 from fathomlm.model.hub import FathomForCausalLM
 from fathomlm.model.seq2seq import FathomModel
@@ -161,6 +162,8 @@ def measure_activations(
             layer.to("meta")
     ends = zip(torch.cat(streams[len(kept) :]), torch.cat(held_out), strict=True)
     losses = [row_loss(measured.decoder.logits(measured.decoder.norm(x_TM)), row_T) for x_TM, row_T in ends]
+    if not all(map(math.isfinite, (*losses, *influence))):
+        raise CheckpointError("over the calibration text the model computes numbers that are not finite; are its weights?")
     found = drop_order(measured.decoder, kept, greedy, shifted(on_layer, architecture.layers, total))
     return Activations(
         tokens=rows_NT.numel(),

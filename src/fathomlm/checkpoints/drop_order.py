@@ -10,6 +10,7 @@ Shapes: N rows, T tokens of a row, M hidden width.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -40,7 +41,7 @@ def drop_order(
                 if on_candidate is not None:
                     on_candidate(done + (batch * len(kept) + i + 1) // len(batches), total)
         done += len(kept)
-        worst = min(range(len(kept)), key=lambda i: (losses[i], -i))
+        worst = min(range(len(kept)), key=lambda i: (math.isnan(losses[i]), losses[i], -i))
         order.append((kept.pop(worst).layer, losses[worst]))
     return order
 

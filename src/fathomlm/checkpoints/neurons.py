@@ -67,6 +67,8 @@ def strongest(down_MF: Tensor, moment_FF: Tensor, count: int) -> Tensor:
 
 def refitted(down_MF: Tensor, moment_FF: Tensor, kept: Tensor) -> Tensor:
     """The columns of `down` for the kept neurons that come nearest to what all of them put out, in float32."""
+    if not moment_FF.any():  # neurons that never fired put out nothing, whatever their columns are
+        return down_MF[:, kept].float()
     moments = damped(moment_FF)
     wanted = down_MF.double() @ moments[:, kept]
     solved: Tensor = torch.linalg.solve(moments[kept][:, kept], wanted, left=False)
