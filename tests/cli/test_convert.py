@@ -263,6 +263,7 @@ def test_narrower_layers_are_named_in_the_card(readable, tmp_path, capsys):
     assert main(["convert", base, str(tmp_path / "small"), *words]) == 0
     said = capsys.readouterr().out
     assert "over held-out calibration text" in said
+    assert "16 of 24 neurons in each layer" in said
     assert "what is left is a starting point" in said
     card = (tmp_path / "small" / "README.md").read_text()
     assert "Feed-forward neurons of each layer: 16 of the base's 24." in card

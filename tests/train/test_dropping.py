@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import torch
 import fathomlm
 from fathomlm.depth import DepthPlan
 from fathomlm.depth.plan import repeated_plan
-from fathomlm.errors import OptionError
+from fathomlm.errors import OptionError, TrainingError
 from fathomlm.train.data.corpus import Corpus
 from fathomlm.train.losses.layerwise import teacher_steps
 from fathomlm.train.recipe import BudgetRecipe, DistillRecipe, HealRecipe, LossRecipe, Recipe
@@ -107,6 +109,43 @@ def test_long_measurements_run_on_the_device_of_the_run(
     for model in ({"by": "influence"}, {"by": "greedy"}, {"by": "last", "neurons": 8}):
         build_student(of(recipe, teacher, drop=1, calibrate=1024, **model), Corpus.open(token_corpus), "cuda:3")
     assert places == ["cpu", "cuda:3", "cuda:3"]
+
+
+class Stopped(SilentWatcher):
+    """After three steps, as by a scheduler."""
+
+    def step(self, step: int, total: int, live: dict[str, Any]) -> None:
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("heals", [False, True])
+def test_a_run_that_goes_on_has_the_layers_that_it_began_with(
+    recipe: Make, teacher: Path, monkeypatch: pytest.MonkeyPatch, heals: bool
+) -> None:
+    """Another machine may measure another order."""
+    from fathomlm.train import setup
+
+    made = of(recipe, teacher, drop=1, by="influence", calibrate=1024)
+    made = dataclasses.replace(made, budget=BudgetRecipe(steps=6))
+    if heals:
+        loss = LossRecipe(distill=DistillRecipe(source=str(teacher)), heal=HealRecipe(weight=1.0))
+        made = dataclasses.replace(made, loss=loss)
+    inner, gone = setup.measure_activations, [0]
+
+    def measure(*given: Any, **options: Any) -> Any:
+        influence = tuple(0.1 if layer in gone else 0.5 for layer in range(4))
+        return dataclasses.replace(inner(*given, **options), influence=influence)
+
+    monkeypatch.setattr(setup, "measure_activations", measure)
+    assert not train(made, watcher=Stopped()).finished
+    gone[:] = [2]
+    if heals:
+        with pytest.raises(TrainingError, match=r"has layers 1, 2, 3 of .*; measured here, others would be kept"):
+            train(made, resume=True)
+        return
+    assert train(made, resume=True).finished
+    assert fathomlm.load(Path(made.directory) / "last").config.kept_layers == [1, 2, 3]
 
 
 def test_a_long_measurement_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

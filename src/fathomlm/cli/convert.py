@@ -47,7 +47,9 @@ class Convert(ForceOptions, DtypeOptions, SeedOptions, JsonOptions):
 
     model: str = option(positional=True, help=SOURCE, first=check_model)
     out: Path = option(positional=True, help="directory to write")
-    device: str = like(DeviceOptions, "device", help="device of the result: cpu, cuda or cuda:N")
+    device: str = like(
+        DeviceOptions, "device", help="device of the result and of what --calibrate measures: cpu, cuda or cuda:N"
+    )
     plan: PlanOptions = section(PlanOptions, "depth plan")
     dropping: MeasuredDropOptions = section(MeasuredDropOptions, "dropped layers and calibration")
     inits: StartOptions = section(StartOptions, "initialization")
@@ -92,6 +94,7 @@ class Convert(ForceOptions, DtypeOptions, SeedOptions, JsonOptions):
                 "plan": model.plan.to_dict(),
                 "layout": model.plan.layout,
                 "kept_layers": model.config.kept_layers,
+                "neurons": model.architecture.intermediate,
                 "router": None if model.plan.routing is None else model.plan.routing.kind,
                 "relaxation": None if model.relaxation is None else model.relaxation.to_dict(),
                 "dtype": dtype_name(model),
@@ -117,6 +120,8 @@ class Convert(ForceOptions, DtypeOptions, SeedOptions, JsonOptions):
             f"({share:.0%} of {amount(before.non_embedding_parameters)}), {amount(size, 'B')} on disk, {seconds:.1f} s"
         )
         print(f"  {shares[0]:.0%} of the base's bytes in the same number format, {shares[1]:.0%} of its FLOPs per token")
+        if self.dropping.neurons is not None:
+            print(f"  {model.architecture.intermediate:,} of {source.architecture.intermediate:,} neurons in each layer")
         if self.inits.budget is not None and model.relaxation is not None:
             print(f"  ranks: {', '.join(f'{name} {rank}' for name, rank in model.relaxation.ranks.items())}")
         if measured is not None:

@@ -24,6 +24,7 @@ from typing import Any
 
 from fathomlm.checkpoints.writing import is_alive, make_directories, remove_empty, sync_directory, whole_file
 from fathomlm.errors import CheckpointError, OptionError, TrainingError, writing
+from fathomlm.jsonfile import parse_object
 from fathomlm.options import check
 from fathomlm.train.data.corpus import Corpus
 from fathomlm.train.distributed import World
@@ -197,6 +198,16 @@ def check_data(corpus: Corpus, state: TrainingState, where: str) -> None:
         raise TrainingError(
             f"{where} was trained on other data than {corpus.path} holds now; restore them, or start another run"
         )
+
+
+def saved_layers(checkpoint: Path) -> list[int] | None:
+    """The layers of its source that a checkpoint's model was made of, where some were dropped."""
+    path = checkpoint / "config.json"
+    try:
+        kept: list[int] | None = parse_object(path.read_bytes(), str(path), error=CheckpointError).raw("kept_layers")
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+    return kept
 
 
 def check_branch(recipe: Recipe, state: TrainingState, rate: LearningRate, where: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from fathomlm.checkpoints.resolve import architecture_of
 from fathomlm.errors import TrainingError
 from fathomlm.model.seq2seq import FathomForSeq2SeqLM
 from fathomlm.train.checkpoint import load_checkpoint, save_checkpoint
@@ -26,6 +27,7 @@ from fathomlm.train.directory import (
     data_fingerprint,
     find_start,
     run_lock,
+    saved_layers,
 )
 from fathomlm.train.distributed import World, choose_parallel, join, parallelize, whole
 from fathomlm.train.first import check_models
@@ -343,12 +345,25 @@ class TrainingRun:
             self._watcher.note(f"{path} is damaged and is left out, as damaged-{path.name}: {why}")
         if not start.state.verifiable:
             self._watcher.note(f"{start.path} was written by an earlier version, without checksums: it is not verified")
+        self._take_layers(start.path)
         self._progress = load_checkpoint(start.path, start.state, self._objective, self._optimizer, self.world)
         decoder = self._student.decoder
         if decoder.exit_vocab is not None:
             decoder.exit_vocab.take_rows(whole(decoder.head_weight))
         self._exits = self._progress.extra.exits
         self._watcher.note(f"going on from {start.path} (step {self._progress.step})")
+
+    def _take_layers(self, saved: Path) -> None:
+        """A run that goes on has the layers that it began with: measured again, elsewhere, others may come out."""
+        kept, student = saved_layers(saved), self._student
+        if kept is None or kept == student.config.kept_layers:
+            return
+        if self.recipe.loss.heal is not None or architecture_of(saved)[0] != student.architecture:
+            raise TrainingError(
+                f"{saved} has layers {', '.join(map(str, kept))} of {self.recipe.model.source}; measured here, others would "
+                "be kept. Go on where the run began, or start another from the checkpoint (model.source)"
+            )
+        student.config.kept_layers = kept
 
     def _headline(self) -> str:
         weights = sum(p.numel() for p in self._student.parameters())
