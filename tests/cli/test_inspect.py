@@ -270,6 +270,21 @@ def test_dropped_layers_are_counted_against_the_whole_model(capsys: pytest.Captu
     assert record["relative_kv"] == pytest.approx(22 / 30)
 
 
+@pytest.mark.parametrize("budget", ["0.88", "0.91", "0.93"])
+def test_biases_of_neurons_count_towards_a_budget(capsys: pytest.CaptureFixture[str], budget: str) -> None:
+    assert main(["inspect", "pythia-2.8b", "--budget", budget, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["candidates"]
+    narrow = [each["options"].split() for each in found if "--neurons" in each["options"]]
+    assert len(narrow) == 2
+    total = {}
+    for options in ([], *narrow):
+        assert main(["inspect", "pythia-2.8b", *options, "--json"]) == 0
+        record = json.loads(capsys.readouterr().out)
+        total[" ".join(options)] = record["non_embedding_parameters"] + record["embedding_parameters"]
+    whole = total.pop("")
+    assert max(total.values()) <= float(budget) * whole
+
+
 def test_no_narrower_encoder_decoder_model_is_offered(capsys: pytest.CaptureFixture[str], mistake) -> None:
     """`convert` measures decoder-only models only."""
     assert main(["inspect", "t5-small", "--budget", "0.6", "--json"]) == 0

@@ -307,9 +307,8 @@ def _narrower(architecture: Architecture, drop: int, limit: float, context: int)
     for fewer in sorted({drop // 2, 0}, reverse=True) if drop and not (architecture.experts or architecture.cross) else ():
         small = architecture.with_layers(kept_layers(architecture.layers, fewer, "stepwise"))
         plan = DepthPlan.vanilla(small.layers)
-        each = small.layers * sum(linear.name in ("gate", "up", "down") for linear in small.linears()) * small.hidden
-        spare = limit - count(with_neurons(small, 1), plan).parameters
-        neurons = int(spare / each + 1) // 8 * 8
+        one, two = (count(with_neurons(small, many), plan).parameters for many in (1, 2))
+        neurons = int((limit - one) / (two - one) + 1) // 8 * 8
         if neurons > 0:
             cost = count(with_neurons(small, neurons), plan, context=context)
             yield Candidate(options=f"--drop {fewer} --neurons {neurons}", cost=cost)
