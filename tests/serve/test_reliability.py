@@ -141,13 +141,19 @@ def test_a_broken_engine_is_a_500_to_a_whole_answer(tiny_model: Any) -> None:
         assert (raised.value.status_code, raised.value.type) == (500, "server_error")
 
 
+def read_to_the_end(stream: Iterator[Any]) -> None:
+    """Where there must be none; says what came if there is."""
+    told = list(stream)
+    pytest.fail(f"the stream ended without an error, after {told}")
+
+
 def test_the_client_library_raises_what_breaks_a_stream(tiny_model: Any) -> None:
     with running(tiny_model) as fragile, held(fragile.engine):
         stream = iter(fragile.client().completions.create(model=NAME, stream=True, **_openai(LONG)))
         next(stream)
         fragile.engine.step = broken  # type: ignore[method-assign]
         with pytest.raises(openai.APIError):
-            list(stream)
+            read_to_the_end(stream)
 
 
 def _openai(body: dict[str, Any]) -> dict[str, Any]:

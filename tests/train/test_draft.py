@@ -116,6 +116,7 @@ def test_the_objective_is_the_formula_and_only_the_layer_learns() -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow  # of a frozen model's exits `test_exit_layer` has one that is not
 def test_a_compiled_step_has_the_eager_gradients() -> None:
     model, tokens = decoder(layers=1), texts()  # each is traced, which takes a second
     choose_trained(model, "exits")
@@ -127,7 +128,7 @@ def test_a_compiled_step_has_the_eager_gradients() -> None:
 @pytest.fixture(scope="module")
 def trained(token_corpus: Path, plain_source: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     own = {"at": "recursions", "classifier": False, "draft": 3, "exit_vocab": 128}
-    return train_exit(token_corpus, plain_source, tmp_path_factory.mktemp("draft") / "run", own, steps=60, lr=3e-3)
+    return train_exit(token_corpus, plain_source, tmp_path_factory.mktemp("draft") / "run", own, steps=40, lr=3e-3)
 
 
 def test_a_run_teaches_it_and_leaves_the_model_as_it_was(trained: Trained, weights_of: Any) -> None:
