@@ -23,16 +23,6 @@ from lab.analyze.tiny import TEXT, model_of
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture(scope="module")
-def base() -> Any:
-    return model_of(None, sharing="cycle", recursions=1)
-
-
-@pytest.fixture(scope="module")
-def measured(base: Any) -> Activations:
-    return fathomlm.measure_activations(base, [TEXT] * 2, tokens=1024)
-
-
 def logits(model: Any, rows: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         return model(rows).logits

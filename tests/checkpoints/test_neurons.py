@@ -21,16 +21,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 NEURONS = 24
 
 
-@pytest.fixture(scope="module")
-def base() -> Any:
-    return model_of(None, sharing="cycle", recursions=1)
-
-
-@pytest.fixture(scope="module")
-def measured(base: Any) -> Activations:
-    return fathomlm.measure_activations(base, [TEXT] * 2, tokens=1024)
-
-
 def test_all_neurons_are_the_base(base: Any, measured: Activations) -> None:
     rows = measured.held_out_NT
     same = fathomlm.convert(base, drop=0, neurons=NEURONS, activations=measured)

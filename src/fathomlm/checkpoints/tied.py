@@ -36,7 +36,7 @@ QUANTUM = 8
 
 
 class KeptLayers:
-    """A base checkpoint without some of its layers."""
+    """A base checkpoint with some of its layers, perhaps several times."""
 
     def __init__(self, base: BaseCheckpoint, layers: Sequence[int]) -> None:
         self.base, self.layers = base, tuple(layers)
