@@ -49,8 +49,8 @@ test: $(VENV)/.dev ## Run the tests (2 cores, no GPU)
 quick: $(VENV)/.dev ## Run one test of each file, those of every room (2 cores, no GPU)
 	@$(BIN)/python -m pytest -n 2 --dist worksteal -m 'quick and not gpu'
 
-quick-gpu: $(VENV)/.dev ## Run one case of each GPU test (one process; ends with an error after four minutes)
-	@$(BIN)/python -m pytest -m 'quick and gpu' --session-timeout 240
+quick-gpu: $(VENV)/.dev ## Run one case of each GPU test (six processes share the GPU; ends with an error after four minutes)
+	@$(BIN)/python -m pytest -n 6 --dist worksteal -m 'quick and gpu' --session-timeout 240
 
 test-gpu: $(VENV)/.dev ## Run all GPU tests (GPU_WORKERS processes share the GPU)
 	@$(BIN)/python -m pytest -n $(GPU_WORKERS) --dist worksteal -m gpu

@@ -129,6 +129,11 @@ def test_adafactor_keeps_a_row_and_a_column():
     assert found.memory.optimizer == 4 * (4 * layer + 96 + 64 + 96)
 
 
+def test_muon_keeps_one_moment_of_the_matrices_of_layers():
+    plain, muon = (estimate(small(optimizer={"kind": kind})).memory.optimizer for kind in ("adamw", "muon"))
+    assert plain - muon == 4 * 4 * LAYER
+
+
 def test_what_is_frozen_needs_no_gradient():
     relaxed = estimate(small(model={"recursions": 2, "relax": "lora", "rank": 8, "linears_only": True}, train="relaxation"))
     added = 4 * 8 * (4 * 96 + 2 * (96 + 32) + 3 * (96 + 160))

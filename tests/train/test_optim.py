@@ -97,7 +97,7 @@ def test_the_rate_is_what_it_says(kind):
     assert (100.0 - model.weight).mean().item() == pytest.approx(0.25, rel=0.01)
 
 
-@pytest.mark.parametrize("kind", ["adamw", "adafactor"])
+@pytest.mark.parametrize("kind", ["adamw", "muon", "adafactor"])
 def test_state_goes_by_name(kind):
     model = decoder()
     optimizer = build_optimizer(model, OptimizerRecipe(kind=kind))
@@ -106,3 +106,30 @@ def test_state_goes_by_name(kind):
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     assert named_state(model, optimizer).keys() == {name for name, _ in model.named_parameters()}
+
+
+def test_muon_moves_the_matrices_of_layers_and_adamw_the_rest():
+    model = decoder("lora")
+    optimizer = build_optimizer(model, OptimizerRecipe(kind="muon", lr=0.01, weight_decay=0.0))
+    set_rate(optimizer, 0.02)
+    torch.manual_seed(0)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    moved = {name for name, state in named_state(model, optimizer).items() if "momentum_buffer" in state}
+    assert moved == {name for name, p in model.named_parameters() if name.startswith("layers.") and p.dim() == 2}
+    update = before["layers.0.mlp.up.weight"] - model.layers[0].mlp.up.weight.detach()
+    # Five Newton-Schulz steps leave every singular value near 1: the update is that times 0.2 sqrt(24) of the rate.
+    assert ((torch.linalg.svdvals(update) / (0.02 * 0.2 * 24**0.5) - 1).abs() < 0.4).all()
+    embedding = (before["embed.weight"] - model.embed.weight.detach()).abs()
+    torch.testing.assert_close(embedding, torch.full_like(embedding, 0.02), rtol=1e-3, atol=0)
+    optimizer.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_muon_requires_a_matrix_of_a_layer():
+    model = decoder("lora")
+    choose_trained(model, "relaxation")
+    with pytest.raises(OptionError, match="no matrix of a layer learns"):
+        build_optimizer(model, OptimizerRecipe(kind="muon"))

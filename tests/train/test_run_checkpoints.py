@@ -60,6 +60,7 @@ class StopAt(SilentWatcher):
 SETTINGS = {
     "plain": {},
     "adafactor": {"optimizer": {"kind": "adafactor", "lr": 1e-3}},
+    "muon": {"optimizer": {"kind": "muon", "lr": 1e-3}},
     "lora": {"model": {"relax": "lora", "rank": 2}, "train": "relaxation"},
     "exits": {"loss": {"exits": {"head_rank": 2, "distill": "forward_kl"}, "layerwise": {"shallow": 2}}},
     "bf16": {"precision": "bf16"},

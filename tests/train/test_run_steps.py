@@ -213,7 +213,7 @@ class Poison:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("kind", ["adamw", "adafactor"])
+@pytest.mark.parametrize("kind", ["adamw", "muon", "adafactor"])
 def test_a_step_that_is_not_finite_changes_nothing_but_is_counted(kind, value, recipe, monkeypatch, tmp_path, weights_of):
     Poison(monkeypatch, {3}, value)
     changes = {"batch": {"micro": 4}, "checkpoint": {"every": 1, "keep": 0}, "optimizer": {"kind": kind}}

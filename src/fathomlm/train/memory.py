@@ -20,7 +20,7 @@ from fathomlm.model.encoder import build_encoder
 from fathomlm.train.activations import activation_bytes, encoder_bytes, working_bytes
 from fathomlm.train.losses.exits import early_outputs
 from fathomlm.train.losses.head import default_chunk
-from fathomlm.train.optim import EXITS, choose_trained
+from fathomlm.train.optim import EXITS, choose_trained, moved_by_muon
 from fathomlm.train.recipe import Recipe
 from fathomlm.train.schedule import micro_batch_size, row_length, rows_per_step
 from fathomlm.train.student import StudentSpec
@@ -67,6 +67,8 @@ class Weight:
     """base, embedding, relaxation, router, exits or encoder."""
     shape: tuple[int, ...]
     learns: bool
+    of_layer: bool = False
+    """A matrix of one of the decoder's layers, which Muon would move."""
 
     @property
     def size(self) -> int:
@@ -80,7 +82,7 @@ def student_weights(spec: StudentSpec, train: str) -> list[Weight]:
     found = []
     for name, weight in decoder.named_parameters():
         group = next((group for group, prefixes in GROUPS.items() if name.startswith(prefixes)), "base")
-        found.append(Weight(group, tuple(weight.shape), weight.requires_grad))
+        found.append(Weight(group, tuple(weight.shape), weight.requires_grad, moved_by_muon(name, weight.shape)))
     if spec.encoder is not None:
         with torch.device("meta"):
             encoder = build_encoder(spec.encoder)
@@ -100,7 +102,7 @@ def count_memory(recipe: Recipe, spec: StudentSpec, teacher_parameters: int, par
     split = devices if parallel == "fsdp" else 1
     weights = student_weights(spec, recipe.train)
     learned = sum(weight.size for weight in weights if weight.learns)
-    state = sum(_optimizer_floats(recipe.optimizer.kind, weight.shape) for weight in weights if weight.learns)
+    state = sum(_optimizer_floats(recipe.optimizer.kind, weight) for weight in weights if weight.learns)
     rows = micro_batch_size(rows_per_step(recipe), devices, recipe.batch.micro)
     summed = rows_per_step(recipe) > rows * devices
     tokens = rows * (row_length(recipe) if spec.encoder is None else recipe.data.target_length)
@@ -116,11 +118,12 @@ def count_memory(recipe: Recipe, spec: StudentSpec, teacher_parameters: int, par
     )
 
 
-def _optimizer_floats(kind: str, shape: tuple[int, ...]) -> int:
-    """AdamW keeps two moments of everything; Adafactor a row and a column of each matrix, and vectors whole."""
-    if kind == "adamw":
-        return 2 * math.prod(shape)
-    return sum(shape)
+def _optimizer_floats(kind: str, weight: Weight) -> int:
+    """AdamW keeps two moments of everything, Muon one of the matrices it moves; Adafactor a row and a column of each
+    matrix, and vectors whole."""
+    if kind == "adafactor":
+        return sum(weight.shape)
+    return weight.size if kind == "muon" and weight.of_layer else 2 * weight.size
 
 
 def _healing_bytes(recipe: Recipe, spec: StudentSpec) -> int:

@@ -1,12 +1,12 @@
 """Optimizers and their parameter groups.
 
 Tied layers are one module, so a shared weight is one parameter and is in one group, once. Norms, biases, offsets and
-other vectors are left out of weight decay.
+other vectors are left out of weight decay. Muon moves the matrices of layers, and AdamW all else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -55,13 +55,13 @@ def _unread(decoder: Decoder) -> Iterator[str]:
             yield from (f"deltas.{step.index}.offsets.attn-{name}" for name in ("k", "v"))
 
 
-def parameter_groups(module: nn.Module, weight_decay: float, aux_rate: float = 1.0) -> list[dict[str, object]]:
+def parameter_groups(module: nn.Module, weight_decay: float, aux_rate: float = 1.0) -> list[dict[str, Any]]:
     """Matrices with decay, vectors without; auxiliary routers, whose rate is a part of the others'; only what learns."""
     named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
     apart = [p for name, p in named if aux_rate != 1.0 and "routers.aux." in name]
     beside = {id(p) for p in apart}
     rest = [p for _, p in named if id(p) not in beside]
-    groups = (
+    groups: tuple[dict[str, Any], ...] = (
         {"params": [p for p in rest if p.dim() > 1], "weight_decay": weight_decay},
         {"params": [p for p in rest if p.dim() <= 1], "weight_decay": 0.0},
         {"params": apart, "weight_decay": weight_decay, "rate": aux_rate},
@@ -69,13 +69,56 @@ def parameter_groups(module: nn.Module, weight_decay: float, aux_rate: float = 1
     return [group for group in groups if group["params"]]
 
 
+class MuonAdamW(Optimizer):
+    """torch's Muon for the matrices of layers beside AdamW for the rest, as one optimizer.
+
+    Both keep their state in one mapping, and the groups are theirs, so that rates and checkpoints need not know of two.
+    Updates have AdamW's size (`match_rms_adamw`), so that a rate means the same for both.
+    """
+
+    def __init__(self, module: nn.Module, recipe: OptimizerRecipe, groups: list[dict[str, Any]]) -> None:
+        matrices = [p for name, p in module.named_parameters() if p.requires_grad and moved_by_muon(name, p.shape)]
+        if not matrices:
+            raise OptionError("optimizer.kind: muon, but no matrix of a layer learns; use optimizer.kind: adamw")
+        ours = {id(p) for p in matrices}
+        rest = [group | {"params": [p for p in group["params"] if id(p) not in ours]} for group in groups]
+        decay = recipe.weight_decay
+        self._muon = torch.optim.Muon(matrices, lr=recipe.lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
+        self._others = [adamw(left, recipe)] if (left := [group for group in rest if group["params"]]) else []
+        self.defaults = self._muon.defaults
+        self.param_groups = [group for part in (self._muon, *self._others) for group in part.param_groups]
+        self.state = self._muon.state
+        for other in self._others:
+            other.state = self.state
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for part in (self._muon, *self._others):
+            part.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for part in (self._muon, *self._others):
+            part.zero_grad(set_to_none)
+
+
+def moved_by_muon(name: str, shape: Sequence[int]) -> bool:
+    """Whether this is a matrix of a layer, in the decoder or an encoder; embeddings, heads, routers and what steps add are
+    not, which have rows or columns of their own meaning."""
+    return len(shape) == 2 and "layers" in name.split(".") and "deltas" not in name.split(".")
+
+
+def adamw(groups: list[dict[str, Any]], recipe: OptimizerRecipe) -> torch.optim.AdamW:
+    return torch.optim.AdamW(groups, lr=recipe.lr, betas=(recipe.betas[0], recipe.betas[1]), eps=recipe.eps, fused=True)
+
+
 def build_optimizer(module: nn.Module, recipe: OptimizerRecipe, aux_rate: float = 1.0) -> Optimizer:
     groups = parameter_groups(module, recipe.weight_decay, aux_rate)
+    if recipe.kind == "muon":
+        return MuonAdamW(module, recipe, groups)
     if recipe.kind == "adafactor":
         # transformers' and not torch's: with these settings the rate is what it says (thesis 2: 1e-4), where torch's
         # multiplies it by each weight's own size.
         return Adafactor(groups, lr=recipe.lr, scale_parameter=False, relative_step=False, warmup_init=False)  # type: ignore[no-any-return]
-    return torch.optim.AdamW(groups, lr=recipe.lr, betas=(recipe.betas[0], recipe.betas[1]), eps=recipe.eps, fused=True)
+    return adamw(groups, recipe)
 
 
 def set_rate(optimizer: Optimizer, rate: float) -> None:
@@ -83,8 +126,9 @@ def set_rate(optimizer: Optimizer, rate: float) -> None:
         group["lr"] = rate * group.get("rate", 1.0)
 
 
-STATE_BYTES = {"adamw": 16, "adafactor": 8}
-"""Of each weight: itself, its gradient and the optimizer's state in float32; Adafactor's factored one is next to nothing."""
+STATE_BYTES = {"adamw": 16, "muon": 12, "adafactor": 8}
+"""Of each weight: itself, its gradient and the optimizer's state in float32. Muon's is one moment (AdamW's two beside it
+are of few weights), and Adafactor's factored one is next to nothing."""
 
 
 def named_state(module: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, Any]]:

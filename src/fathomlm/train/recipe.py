@@ -118,7 +118,8 @@ class BatchRecipe:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerRecipe:
-    kind: Literal["adamw", "adafactor"] = "adamw"
+    kind: Literal["adamw", "muon", "adafactor"] = "adamw"
+    """muon moves the matrices of layers, each update made orthogonal, and leaves the rest to adamw."""
     lr: float = option(3e-4, gt=0)
     """The highest learning rate."""
     betas: list[float] = option([0.9, 0.95], ge=0, lt=1)

@@ -154,8 +154,10 @@ class TrainingRun:
             raise TrainingError("loss.heal.alone with a head of its own requires one process: that head learns nothing")
         weights = sum(p.numel() for p in self._objective.parameters() if p.requires_grad)
         kind = choose_parallel(recipe.parallel, world, weights * STATE_BYTES[recipe.optimizer.kind])
-        if kind == "fsdp" and recipe.optimizer.kind == "adafactor":
-            raise TrainingError("adafactor does not support sharded weights; use parallel: ddp or optimizer.kind: adamw")
+        if kind == "fsdp" and recipe.optimizer.kind != "adamw":
+            raise TrainingError(
+                f"{recipe.optimizer.kind} does not support sharded weights; use parallel: ddp or optimizer.kind: adamw"
+            )
         module = parallelize(self._objective, kind, world, recipe.precision)
         if kind == "fsdp" and decoder.routers is not None and decoder.routers.bias is not None:
             raise TrainingError(
