@@ -17,33 +17,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fathomlm.decode.confidence import MEASURES, AtExit
 from fathomlm.decode.draft_tree import BestShape
 from fathomlm.decode.exiting import BEAM
-from fathomlm.engine.kv_pages import attention_for
 from fathomlm.engine.programs.base import ProgramContext, SamplingVariant
-from fathomlm.engine.programs.draft_layer import DraftLayerProgram
-from fathomlm.engine.programs.draft_tree import tree_metadata
-from fathomlm.engine.sampler import Sampled
+from fathomlm.engine.programs.draft_tree import TreeProgram, TreeRows, tree_metadata
 from fathomlm.errors import OptionError
 from fathomlm.kernels.best_token import best_few
 
 
-class DraftBestProgram(DraftLayerProgram):
+class DraftBestProgram(TreeProgram):
     def __init__(self, parts: ProgramContext, tree: BestShape, *, confidence: str = "gap") -> None:
-        super().__init__(parts, drafts=tree.depth, confidence=confidence)
-        limited = parts.layers.decoder.exit_vocab
-        among = parts.layers.architecture.vocab if limited is None else len(limited.vocab_W)
-        if among < BEAM:
-            raise OptionError(f"draft_best requires {BEAM} tokens that drafts are chosen among, got {among}")
-        self.tree, device = tree, parts.state.device
-        self._nodes_J = torch.arange(tree.nodes, device=device)
-        self._rows_R = torch.arange(tree.rows, device=device)
         depths = [depth for depth in range(tree.depth + 1) for _ in tree.level(depth)]
-        self._depths_J = torch.tensor(depths, device=device)
+        super().__init__(parts, tree, rows=tree.rows, depths=depths, confidence=confidence)
+        if self.among < BEAM:
+            raise OptionError(f"draft_best requires {BEAM} tokens that drafts are chosen among, got {self.among}")
+        self.tree = tree
         self._grow = parts.small(self._grow_plain)
-        self._take = parts.small(self._take_plain)
-        self._follow = parts.small(self._follow_plain)
+        self._likeliest = parts.small(self._likeliest_plain)
         self._kernels = self._kernels_for(tree, None)
 
     def _draft(
@@ -86,10 +76,7 @@ class DraftBestProgram(DraftLayerProgram):
         """The likeliest drafts behind a level's nodes, and what those that are followed by others see."""
         s, slots, above, here = self.parts.state, len(room_S), self.tree.level(level), self.tree.level(level + 1)
         tokens_NK, sure_N = best_few(scores_NW, BEAM)
-        if self._measure != "gap":
-            sure_N = MEASURES[self._measure](AtExit(x_NM, x_NM, scores_NW))
-        sure_Sn, threshold_S1 = sure_N.view(slots, -1), self.threshold_S[:-1, None]
-        drafts_Sn = asks_Sn & ((threshold_S1 == 0) | (sure_Sn > threshold_S1))
+        sure_Sn, drafts_Sn = self._sure_enough(sure_N, scores_NW, x_NM, asks_Sn)
         logs_NK = scores_NW.gather(1, tokens_NK) - scores_NW.logsumexp(1, keepdim=True)
         offered_SnK = likely_Sn[..., None] + logs_NK.view(slots, -1, BEAM)
         offered_SC = offered_SnK.masked_fill(~drafts_Sn[..., None], -torch.inf).flatten(1)
@@ -104,32 +91,15 @@ class DraftBestProgram(DraftLayerProgram):
         parents_SB = above.start + at_SB // BEAM
         bits_SB = (bits_Sn.gather(1, at_SB // BEAM) << (nodes_B - parents_SB)) | 1
         seen = self._tree_seen(nodes_B.expand_as(at_SB), self._depths_J[nodes_B].expand_as(at_SB), bits_SB, asks_SB)
-        sure_Sn = torch.where(asks_Sn, sure_Sn, 0.0).float()
         return sure_Sn, there_SB, tokens_SB, parents_SB, likely_SB, asks_SB, bits_SB, *seen
 
-    def _judge(
-        self, live_S: Tensor, many_S: Tensor, drafts: list[Tensor], sures: list[Tensor], variant: SamplingVariant
-    ) -> None:
-        if not drafts:
-            super()._judge(live_S, many_S, drafts, sures, variant)
-            return
-        layers, rows = self.parts.layers, self.tree.rows
-        there_SR, tokens_SR, parents_SR, depths_SR, sures_SR, places_SR, index_N, positions_N, *seen = self._take(
-            live_S, many_S, *drafts, *sures
-        )
-        x_NM = layers.enter(tokens_SR.flatten())
-        x_NM = layers.run(x_NM, self.parts.plan.steps, tree_metadata(seen), positions_N, spend=True)
-        slots_N = self._slots_S.repeat_interleave(rows)
-        sampled = self._choose.sampled(layers.scores(x_NM), slots_N, index_N, there_SR.flatten(), variant)
-        many_S, source_N, target_N, path_N, drafts_SP, sures_SP, valid_N, index_N = self._follow(
-            live_S, there_SR, tokens_SR, parents_SR, depths_SR, sures_SR, sampled.tokens_N, sampled.bad_N, places_SR
-        )
-        layers.pages.move(0, source_N, target_N)
-        along = Sampled(**{name: getattr(sampled, name).index_select(0, path_N) for name in sampled.__slots__})
-        x_NM = x_NM.index_select(0, path_N)
-        self._settle(live_S, many_S, drafts_SP, sures_SP, valid_N, index_N, self._slots_N, along, x_NM, self.output, variant)
+    def _take(
+        self, live_S: Tensor, there_SJ: Tensor, drafts: list[Tensor], sures: list[Tensor]
+    ) -> tuple[TreeRows, Tensor, Tensor, list[Tensor]]:
+        found = self._likeliest(live_S, there_SJ, *drafts, *sures)
+        return TreeRows(*found[:6]), found[6], found[7], list(found[8:])
 
-    def _take_plain(
+    def _likeliest_plain(
         self, live_S: Tensor, there_SJ: Tensor, tokens_SJ: Tensor, parents_SJ: Tensor, likely_SJ: Tensor, sures_SJ: Tensor
     ) -> tuple[Tensor, ...]:
         """The likeliest nodes as rows, behind the last settled token; where their entries would be, and what they see."""
@@ -148,42 +118,9 @@ class DraftBestProgram(DraftLayerProgram):
             bits_SR = bits_SR | (1 << (rows_R - above_SR))
             above_SR = parents_SR.gather(1, above_SR)
         depths_SR = self._depths_J[at_SR]
-        ranks_SR = s.position_S[:-1, None] + rows_R
-        inside_SR = live_S[:, None] & (ranks_SR < s.capacity_ST[:-1, :1])
-        slots_N, ranks_N = self._slots_S.repeat_interleave(len(rows_R)), torch.where(inside_SR, ranks_SR, 0).flatten()
-        table_N, size = torch.zeros_like(slots_N), self.parts.page_size
-        places_N = attention_for(s.tables_STP, slots_N, table_N, ranks_N, inside_SR.flatten(), size).slot_mapping_N
         index_N = (s.generated_S[:-1, None] + depths_SR).flatten()
         seen = self._tree_seen(rows_R.expand_as(at_SR), depths_SR, bits_SR, there_SR)
         return (
-            there_SR, tokens_SJ.gather(1, at_SR), parents_SR, depths_SR, sures_SJ.gather(1, at_SR),
-            places_N.view_as(at_SR), index_N, *seen,
-        )  # fmt: skip
-
-    def _follow_plain(
-        self, live_S: Tensor, there_SR: Tensor, tokens_SR: Tensor, parents_SR: Tensor, depths_SR: Tensor, sures_SR: Tensor,
-        chosen_N: Tensor, bad_N: Tensor, places_SR: Tensor,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        """The path of drafts that the full model chose, as the chain that it is: as in `draft_tree`."""
-        s, place_P = self.parts.state, self._places_J
-        chosen_SR, bad_SR = chosen_N.view_as(tokens_SR), bad_N.view_as(tokens_SR)
-        right_SR = there_SR & (self._rows_R > 0)
-        right_SR = right_SR & (tokens_SR == chosen_SR.gather(1, parents_SR)) & ~bad_SR.gather(1, parents_SR)
-        kept_SR = live_S[:, None] & (self._rows_R == 0)
-        for _ in range(self.tree.depth):
-            kept_SR = kept_SR | (right_SR & kept_SR.gather(1, parents_SR))
-        on_SPR = kept_SR[:, None] & (depths_SR[:, None] == place_P[:, None])
-        path_SP, length_S = on_SPR.long().argmax(2), kept_SR[:, 1:].sum(1)
-        valid_SP = live_S[:, None] & (place_P <= length_S[:, None])
-        end_S1 = path_SP.gather(1, length_S[:, None])
-        followed_S = (there_SR & (self._rows_R > 0) & (parents_SR == end_S1)).any(1)
-        moves_SP = valid_SP & (place_P > 0)
-        source_SP = torch.where(moves_SP, places_SR.gather(1, path_SP), -1)
-        target_SP = torch.where(moves_SP, places_SR.gather(1, place_P.clamp_max(self.tree.drafts).expand_as(path_SP)), -1)
-        drafts_SP = torch.where(valid_SP, tokens_SR.gather(1, path_SP), -1)
-        path_N = (self._slots_S[:, None] * self.tree.rows + path_SP).flatten()
-        index_SP = s.generated_S[:-1, None] + place_P
-        return (
-            length_S + followed_S, source_SP.flatten(), target_SP.flatten(), path_N, drafts_SP,
-            sures_SR.gather(1, path_SP), valid_SP.flatten(), index_SP.flatten(),
+            there_SR, tokens_SJ.gather(1, at_SR), parents_SR, depths_SR, sures_SJ.gather(1, at_SR), self._places(live_S),
+            index_N, *seen,
         )  # fmt: skip

@@ -264,16 +264,18 @@ class DraftLayerProgram:
         where that one stands."""
         best_S, sure_S = best_and_gap(scores_SW)
         best_S = best_S if vocab_W is None else vocab_W[best_S]
-        if self._measure != "gap":
-            sure_S = MEASURES[self._measure](AtExit(x_SM, x_SM, scores_SW))
-        threshold_S = self.threshold_S[:-1]
-        drafts_S = asks_S & ((threshold_S == 0) | (sure_S > threshold_S))
+        sure_S, drafts_S = self._sure_enough(sure_S, scores_SW, x_SM, asks_S)
         many_S = many_S + drafts_S
         follows_S = drafts_S & (room_S > many_S)
         positions_S = torch.where(follows_S, self.parts.state.position_S[:-1] + many_S, 0)
         seen = self._seen(self._slots_S, positions_S, follows_S)
-        sure_S = torch.where(asks_S, sure_S, 0.0).float()
         return best_S, sure_S, many_S, follows_S, positions_S, *seen
+
+    def _sure_enough(self, gap_N: Tensor, scores_NW: Tensor, x_NM: Tensor, asks: Tensor) -> tuple[Tensor, Tensor]:
+        """How sure the layer is of what follows those that ask, (S) or (S, n), and where that is enough for a draft."""
+        sure_N = gap_N if self._measure == "gap" else MEASURES[self._measure](AtExit(x_NM, x_NM, scores_NW))
+        sure, threshold = sure_N.view_as(asks), self.threshold_S[:-1] if asks.ndim == 1 else self.threshold_S[:-1, None]
+        return torch.where(asks, sure, 0.0).float(), asks & ((threshold == 0) | (sure > threshold))
 
     def _rows_plain(self, live_S: Tensor, many_S: Tensor, slots_N: Tensor, places: int) -> tuple[Tensor, ...]:
         s, place_J = self.parts.state, self._places_J[:places]
