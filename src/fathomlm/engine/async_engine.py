@@ -20,7 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -47,18 +47,25 @@ Call = Callable[[], object]
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class WorkItem:
-    """Something to do between two steps, and who waits for it."""
+class Promise:
+    """What somebody in the running event loop waits for, and the worker answers."""
 
-    work: Callable[[], Any]
-    loop: asyncio.AbstractEventLoop
-    done: asyncio.Future[Any]
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.done: asyncio.Future[Any] = self.loop.create_future()
 
     def settle(self, found: Any = None, error: Exception | None = None) -> None:
-        """In its own loop."""
+        """In its own loop; whoever asked may have been cancelled meanwhile."""
         if not self.done.done():
             self.done.set_result(found) if error is None else self.done.set_exception(error)
+
+
+class WorkItem(Promise):
+    """Something to do between two steps."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        super().__init__()
+        self.work = work
 
 
 class Burst(NamedTuple):
@@ -68,7 +75,7 @@ class Burst(NamedTuple):
     at: float
 
 
-class Stream:
+class Stream(Promise):
     """A `TokenEvent` for each token, and last `Finished`. For one consumer, in the event loop that submitted the request.
 
     Events wait here without a limit of their own. A request has at most `max_new_tokens` + 1 of them, each a few hundred
@@ -80,11 +87,10 @@ class Stream:
     def __init__(self, request: Request, cancel: Callable[[int], None], news: asyncio.Event | None = None) -> None:
         """`cancel` is given the request's id. `news` is set when events come; streams that share it can be waited for
         together."""
+        super().__init__()
         self.request = request
         self.result: Result | None = None
         """All of it, from the end on."""
-        self.loop = asyncio.get_running_loop()
-        self._accepted: asyncio.Future[None] = self.loop.create_future()
         self._news = asyncio.Event() if news is None else news
         self._bursts: deque[Burst] = deque()
         self._events: deque[Event] = deque()
@@ -137,19 +143,10 @@ class Stream:
     async def accepted(self) -> None:
         """Returns when the engine has taken the request, or raises what it refused it with."""
         try:
-            await self._accepted
+            await self.done
         except asyncio.CancelledError:
             self.cancel()
             raise
-
-    def answer(self, refusal: Exception | None = None) -> None:
-        """In the stream's own loop: the request is taken, or why not."""
-        if self._accepted.done():
-            return  # whoever asked was cancelled meanwhile
-        if refusal is None:
-            self._accepted.set_result(None)
-        else:
-            self._accepted.set_exception(refusal)
 
     def receive(self, events: list[Event]) -> None:
         """In the stream's own loop."""
@@ -184,8 +181,8 @@ class AsyncEngine:
         self._refusal: str | None = None
         self._closing = False
         self._ended = False
-        self._drained: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
-        self._closers: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
+        self._drained: list[Promise] = []
+        self._closers: list[Promise] = []
         self._begun = time.perf_counter()
         self._rate = Rate(self._begun)
         self._seen = (engine.counters(), replace(engine.totals))
@@ -245,25 +242,23 @@ class AsyncEngine:
         """Hand in a request; returns when the engine has taken it. What it cannot take, it refuses with an error:
         `RequestTooLarge`, `QueueFull`, `OptionError` or `EngineStopped`. `news` is as in `Stream`."""
         stream = Stream(request, self.cancel, news)
-        with self._changed:
-            if not self.accepting:
-                raise EngineStopped(self._refusal or RESTARTING)
-            self._inbox.append(stream)
-            self._changed.notify()
+        self._hand_in(stream)
         await stream.accepted()
         return stream
 
     async def call(self, work: Callable[[], T]) -> T:
         """Have the worker do something between two steps, which wait for it: whatever else uses the model's device."""
-        loop = asyncio.get_running_loop()
-        job = WorkItem(work, loop, loop.create_future())
+        job = WorkItem(work)
+        self._hand_in(job)
+        found: T = await job.done
+        return found
+
+    def _hand_in(self, order: Stream | WorkItem) -> None:
         with self._changed:
             if not self.accepting:
                 raise EngineStopped(self._refusal or RESTARTING)
-            self._inbox.append(job)
+            self._inbox.append(order)
             self._changed.notify()
-        found: T = await job.done
-        return found
 
     async def stream(self, request: Request) -> AsyncGenerator[Event, None]:
         """Submit and listen. Leaving the loop, or cancelling the task that runs it, cancels the request."""
@@ -320,29 +315,27 @@ class AsyncEngine:
 
     async def drain(self) -> None:
         """Take nothing new, and wait until all that was taken has ended. There is no way back."""
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[None] = loop.create_future()
+        drained = Promise()
         with self._changed:
             self._refusal = self._refusal or DRAINING
             if self._ended:
                 return
-            self._drained.append((loop, done))
+            self._drained.append(drained)
             self._changed.notify()
-        await done
+        await drained.done
 
     async def close(self) -> None:
         """Cancel what runs and what waits, and end the worker. Closing twice is fine. Whoever gives up waiting leaves
         nothing behind that waits for a worker in the middle of a step."""
-        loop = asyncio.get_running_loop()
-        ended: asyncio.Future[None] = loop.create_future()
+        ended = Promise()
         with self._changed:
             self._refusal = CLOSED if self.failure is None else self._refusal
             self._closing = True
             if not self._ended:
-                self._closers.append((loop, ended))
+                self._closers.append(ended)
                 self._changed.notify()
         if not self._ended:
-            await ended
+            await ended.done
         self._thread.join()  # it has done its last work
 
     # The worker.
@@ -413,11 +406,11 @@ class AsyncEngine:
         try:
             sequence = self._engine.submit(request, partial(self._receive, stream))
         except Exception as error:  # it concerns whoever asked, and nobody else
-            self._post(stream.loop, partial(stream.answer, error))
+            self._post(stream.loop, partial(stream.settle, error=error))
             return
         self._streams[request.id] = stream
         self._sequences[request.id] = sequence
-        self._post(stream.loop, stream.answer)
+        self._post(stream.loop, stream.settle)
 
     def _do(self, job: WorkItem) -> None:
         if job.done.cancelled():
@@ -454,9 +447,7 @@ class AsyncEngine:
             self._post(stream.loop, partial(stream.receive, [why]))
         self._streams, self._sequences = {}, {}
         for order in orders:
-            if isinstance(order, Stream):
-                self._post(order.loop, partial(order.answer, EngineStopped(refusal)))
-            elif isinstance(order, WorkItem):
+            if isinstance(order, Promise):
                 self._post(order.loop, partial(order.settle, error=EngineStopped(refusal)))
         self._send()
         self._on_failure(error, again)
@@ -476,8 +467,8 @@ class AsyncEngine:
 
     def _settle(self) -> None:
         """Whoever waits for the last request to end has waited long enough."""
-        for loop, done in self._drained:
-            self._post(loop, partial(_fulfil, done))
+        for waiting in self._drained:
+            self._post(waiting.loop, waiting.settle)
         self._drained.clear()
 
     def _post(self, loop: asyncio.AbstractEventLoop, call: Call) -> None:
@@ -496,11 +487,6 @@ class AsyncEngine:
 def _call_all(calls: list[Call]) -> None:
     for call in calls:
         call()
-
-
-def _fulfil(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
 
 
 def _message(error: BaseException) -> str:
