@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import fathomlm
 from fathomlm.checkpoints.activations import Activations
-from fathomlm.checkpoints.neurons import refitted, strongest
+from fathomlm.checkpoints.reduced import refitted, strongest
 from fathomlm.errors import OptionError
 from fathomlm.model.relax.lora import damped
 from lab.analyze.tiny import TEXT, model_of

@@ -122,6 +122,15 @@ def empty_model(config: FathomConfig) -> FathomModel:
         return FathomForSeq2SeqLM(config) if isinstance(config, FathomSeq2SeqConfig) else FathomForCausalLM(config)
 
 
+def empty_beside(model: Model, config: FathomConfig) -> Model:
+    """The same of another model's class, with that model's encoder."""
+    with torch.device("meta"):
+        result = type(model)(config)
+    if isinstance(model, FathomForSeq2SeqLM):
+        result.encoder = model.encoder
+    return result
+
+
 def fill(module: nn.Module, read: Reader, dtype: torch.dtype, device: torch.device, where: str) -> None:
     """Give every parameter of an empty module (a decoder, an encoder) its tensor, checked for shape."""
     for name, parameter in list(module.named_parameters()):
@@ -215,10 +224,7 @@ def replan(
         setattr(config, field, value)
     config.exit_vocab = model.config.exit_vocab if plan.exits or plan.draft else None
     config.kept_layers = model.config.kept_layers
-    with torch.device("meta"):
-        result = type(model)(config)
-    if isinstance(model, FathomForSeq2SeqLM):
-        result.encoder = model.encoder
+    result = empty_beside(model, config)
     weights, wanted = model.decoder.state_dict(), result.decoder.state_dict()
     kept = {name: value for name, value in weights.items() if name in wanted and value.shape == wanted[name].shape}
     kept = _whole_adapters(kept, wanted) | _copied_layers(kept, weights, plan)

@@ -29,10 +29,9 @@ from fathomlm.checkpoints.assemble import (
     telling,
     with_loops,
 )
-from fathomlm.checkpoints.neurons import KeptNeurons
-from fathomlm.checkpoints.repeated import RepeatedLayers
+from fathomlm.checkpoints.reduced import KeptLayers, KeptNeurons, RepeatedLayers
 from fathomlm.checkpoints.resolve import describe, open_source, parse_device, parse_dtype, plain_base
-from fathomlm.checkpoints.tied import KeptLayers, Tying, ranks_within
+from fathomlm.checkpoints.tied import Tying, ranks_within
 from fathomlm.checkpoints.tying import (
     CALIBRATED,
     INITS,

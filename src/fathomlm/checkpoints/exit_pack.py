@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save_file
 from torch import Tensor
 
-from fathomlm.checkpoints.assemble import Model, finish
+from fathomlm.checkpoints.assemble import Model, empty_beside, finish
 from fathomlm.checkpoints.base_sample import OWN, BaseSample
 from fathomlm.checkpoints.locate import EXITS, EXITS_RECORD, check_exits
 from fathomlm.checkpoints.writing import THRESHOLD, check_room, whole_directory
@@ -34,7 +34,7 @@ from fathomlm.errors import CheckpointError, FathomError, OptionError, is_int
 from fathomlm.jsonfile import Fields, read_object, shown
 from fathomlm.model.decoder import Decoder
 from fathomlm.model.exits import check_exit_vocab, check_rising
-from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomModel
+from fathomlm.model.seq2seq import FathomModel
 
 FORMAT, VERSION = "fathomlm-exits", 1
 RECORD, WEIGHTS = EXITS_RECORD, "exits.safetensors"
@@ -200,10 +200,7 @@ def attach(model: Model, pack: ExitPack, *, any_base: bool = False) -> Model:
     for name, value in _fields(pack.parts).items():
         setattr(config, name, value)
     config.exit_vocab = None if pack.exit_vocab is None else pack.exit_vocab.tolist()
-    with torch.device("meta"):
-        result = type(model)(config)
-    if isinstance(model, FathomForSeq2SeqLM):
-        result.encoder = model.encoder
+    result = empty_beside(model, config)
     like = model.decoder.embed.weight
     own = {name: value.to(device=like.device, dtype=like.dtype) for name, value in pack.tensors.items()}
     result.decoder.load_state_dict(model.decoder.state_dict() | own, assign=True)

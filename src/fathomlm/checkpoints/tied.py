@@ -15,15 +15,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fathomlm.checkpoints.activations import Activations
-from fathomlm.checkpoints.assemble import BaseCheckpoint, OnProgress, TokenIds, telling
+from fathomlm.checkpoints.assemble import BaseCheckpoint, OnProgress, telling
 from fathomlm.checkpoints.tying import Init, NormInit
-from fathomlm.depth import Architecture, DepthPlan, Relaxation, Step
+from fathomlm.depth import DepthPlan, Relaxation, Step
 from fathomlm.depth.cost import count, relaxation_parameters
 from fathomlm.errors import OptionError
 from fathomlm.model.relax.lora import damped, energy, residual_energies
@@ -33,24 +32,6 @@ ROWS, COLUMNS = ("mlp.gate", "mlp.up"), ("mlp.down",)
 
 QUANTUM = 8
 """Ranks grow by this, up to the whole matrix: what a GPU multiplies well."""
-
-
-class KeptLayers:
-    """A base checkpoint with some of its layers, perhaps several times."""
-
-    def __init__(self, base: BaseCheckpoint, layers: Sequence[int]) -> None:
-        self.base, self.layers = base, tuple(layers)
-        self.architecture: Architecture = base.architecture.with_layers(self.layers)
-        self.plan = DepthPlan.vanilla(len(self.layers))
-        self.dtype = base.dtype
-        self.tokens: TokenIds = base.tokens
-        self.encoder = base.encoder
-
-    def tensor(self, name: str) -> Tensor:
-        return self.base.tensor(_renumbered(name, self.layers))
-
-    def tokenizer(self) -> Any | None:
-        return self.base.tokenizer()
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,14 +148,6 @@ def greedy_matches(likeness: Tensor) -> Tensor:
         left[rows] = taken
         left[:, best_column[rows]] = taken
     return order
-
-
-def _renumbered(name: str, layers: Sequence[int]) -> str:
-    head, _, rest = name.partition(".")
-    if head != "layers":
-        return name
-    number, _, rest = rest.partition(".")
-    return f"layers.{layers[int(number)]}.{rest}"
 
 
 def ranks_within(
