@@ -46,12 +46,10 @@ NOUNS = {str: "a string", int: "an integer", float: "a number", bool: "true or f
 SECTION = "a section of fields"
 
 
-def read_object(
-    path: Path, *, error: Raises, max_bytes: int = MAX_BYTES, nonfinite: bool = False, what: str | None = None
-) -> Fields:
-    """The JSON object that a file holds. `nonfinite` admits NaN and infinities; `what` names the file in messages."""
-    where = what or str(path)
-    return parse_object(read_bytes(path, where, error=error, max_bytes=max_bytes), where, error=error, nonfinite=nonfinite)
+def read_object(path: Path, *, error: Raises, max_bytes: int = MAX_BYTES, nonfinite: bool = False) -> Fields:
+    """The JSON object that a file holds. `nonfinite` admits NaN and infinities."""
+    data = read_bytes(path, str(path), error=error, max_bytes=max_bytes)
+    return parse_object(data, str(path), error=error, nonfinite=nonfinite)
 
 
 def read_bytes(path: Path, where: str, *, error: Raises, max_bytes: int = MAX_BYTES) -> bytes:
@@ -66,25 +64,13 @@ def read_bytes(path: Path, where: str, *, error: Raises, max_bytes: int = MAX_BY
     return data
 
 
-def read_lines(
-    path: Path, *, error: Raises, max_line: int = MAX_LINE, nonfinite: bool = False, unfinished: bool = False
-) -> Iterator[tuple[int, Fields]]:
-    """The JSON objects of a file with one a line, each with its line's number from 1; empty lines are passed over.
-
-    `unfinished` passes over a last line that has no end and does not parse: its writer was stopped within it.
-    """
+def read_lines(path: Path, *, error: Raises) -> Iterator[Fields]:
+    """The JSON objects of a file with one a line; empty lines are passed over."""
     try:
         with path.open("rb") as file:
-            for number, line in enumerate(bounded_lines(file, max_line, str(path), error=error), start=1):
-                if not line.strip():
-                    continue
-                try:
-                    found = parse_object(line, f"{path} line {number}", error=error, nonfinite=nonfinite)
-                except error:
-                    if unfinished and not line.endswith(b"\n"):
-                        return
-                    raise
-                yield number, found
+            for number, line in enumerate(bounded_lines(file, MAX_LINE, str(path), error=error), start=1):
+                if line.strip():
+                    yield parse_object(line, f"{path} line {number}", error=error)
     except OSError as problem:
         raise error(f"cannot read {path}: {problem.strerror or problem}") from problem
 
@@ -187,12 +173,9 @@ class Fields:
         rule = _range("an integer", at_least, at_most)
         return self._given(name, default, lambda value: is_int(value) and within(value), rule)  # type: ignore[no-any-return]
 
-    def number(
-        self, name: str, *, at_least: float | None = None, at_most: float | None = None, default: D = REQUIRED
-    ) -> float | D:
+    def number(self, name: str, *, at_least: float | None = None, default: D = REQUIRED) -> float | D:
         """A finite number."""
-        within = partial(_within, at_least=at_least, at_most=at_most)
-        rule = _range("a number", at_least, at_most)
+        within, rule = partial(_within, at_least=at_least, at_most=None), _range("a number", at_least, None)
         found: Any = self._given(name, default, lambda value: is_number(value) and within(value), rule)
         return float(found) if is_int(found) else found
 
@@ -214,16 +197,9 @@ class Fields:
     def _part(self, name: str, values: Mapping[str, Any]) -> Fields:
         return Fields(values, self.where, error=self._error, prefix=f"{self._prefix}{name}.")
 
-    def items(self, name: str, *, at_most: int | None = None, default: list[Any] = REQUIRED) -> list[Any]:
-        """A list of values of any kind."""
-        value: list[Any] = self._given(name, default, lambda value: isinstance(value, list), "a list")
-        if at_most is not None and len(value) > at_most:
-            raise self._error(f"{self.where}: {self._prefix}{name} has {len(value):,} items; at most {at_most:,} are read")
-        return value
-
     def _all(self, name: str, default: list[Any], fits: Callable[[Any], bool], rule: str) -> list[Any]:
         """A list whose items obey a rule."""
-        values = self.items(name, default=default)
+        values: list[Any] = self._given(name, default, lambda value: isinstance(value, list), "a list")
         for value in values:
             if not fits(value):
                 raise self._error(f"{self.where}: {self._prefix}{name} must be a list of {rule}, and holds {shown(value)}")
@@ -233,13 +209,11 @@ class Fields:
         """A list of finite numbers."""
         return [float(value) for value in self._all(name, REQUIRED, is_number, "numbers")]
 
-    def integers(
-        self, name: str, *, at_least: int | None = None, at_most: int | None = None, default: list[int] = REQUIRED
-    ) -> list[int]:
+    def integers(self, name: str, *, at_least: int | None = None, at_most: int | None = None) -> list[int]:
         """A list of integers, each within the bounds."""
         within = partial(_within, at_least=at_least, at_most=at_most)
         rule = _range("integers", at_least, at_most)
-        return self._all(name, default, lambda value: is_int(value) and within(value), rule)
+        return self._all(name, REQUIRED, lambda value: is_int(value) and within(value), rule)
 
     def texts(self, name: str, *, default: list[str] = REQUIRED) -> list[str]:
         """A list of strings."""

@@ -125,7 +125,7 @@ def read_trajectories(path: Path, deepest: int | None = None) -> Trajectories:
     """From a file. `deepest` is how deep tokens may go, where nobody of the file does."""
     sequences: list[Trajectory] = []
     head: dict[str, Any] = {}
-    for _, found in read_lines(path, error=DataError):
+    for found in read_lines(path, error=DataError):
         if not sequences and not head and "depths" not in found:
             head = _head(path, found)
         else:
