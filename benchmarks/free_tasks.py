@@ -146,7 +146,6 @@ def make_tokenizer(place: Path) -> Path:
 
 def drafts(args: argparse.Namespace) -> None:
     """A draft layer behind the plain model, which goes on from one that was trained over the model's source."""
-    from fathomlm.checkpoints.exit_pack import attach, read_pack
     from fathomlm.checkpoints.native import save
     from fathomlm.checkpoints.resolve import load
     from fathomlm.packaged import packaged_drafts
@@ -162,7 +161,7 @@ def drafts(args: argparse.Namespace) -> None:
     out = place.with_name(place.name.replace(PLAIN, DRAFTS, 1))
     pack = args.pack or packaged_drafts("smollm2-135m")
     start = out.with_name(f"{out.name}-start")
-    save(attach(load(found[PLAIN], "float32"), read_pack(pack), any_base=True), start, force=True)
+    save(load(found[PLAIN], "float32", exits=pack, any_base=True), start, force=True)
     words = {
         "model.source": start, "out": out, "data.path": Path(args.data) / args.task / "corpus", "data.sources": "[]",
         "data.pairs": "[source, target]", "data.source_length": task.source_length, "data.target_length": task.new_tokens,

@@ -59,13 +59,12 @@ def train(args: argparse.Namespace) -> None:
 
 def started(args: argparse.Namespace) -> Path:
     """The model with an earlier draft layer, which the run goes on from: what it has is kept."""
-    from fathomlm.checkpoints.exit_pack import attach, read_pack
     from fathomlm.checkpoints.native import save
     from fathomlm.checkpoints.resolve import load
 
     out: Path = args.work / "start"
     if not out.exists():
-        save(attach(load(args.source), read_pack(args.start)), out)
+        save(load(args.source, exits=args.start), out)
     return out
 
 

@@ -13,11 +13,9 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from bundled_measure import chosen, revision
 from smollm2_exit_measure import behind, held_out, is_chat, reply_header
 
-from fathomlm.checkpoints.exit_pack import attach, read_pack
 from fathomlm.checkpoints.resolve import load
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.prompts import chat_prompt
@@ -52,7 +50,7 @@ def measure(args: argparse.Namespace) -> None:
     prompts = {kind: found[: args.count] for kind, found in json.loads(args.prompts.read_text()).items()}
     record: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {}
     for dtype in args.dtypes:
-        model = attach(load(args.source, dtype=dtype, device=torch.device(device)), read_pack(args.pack))
+        model = load(args.source, dtype, device, exits=args.pack)
         place = record.setdefault(f"{device}, {dtype}", {"environment": environment(device), "revision": revision()})
         for rows in args.rows:
             for name, figures in race(model, prompts, rows, args):

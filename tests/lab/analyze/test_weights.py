@@ -9,8 +9,9 @@ from fathomlm.checkpoints.assemble import ModelBase
 from fathomlm.checkpoints.convert import convert
 from fathomlm.depth import DepthPlan
 from fathomlm.errors import OptionError
-from fathomlm.lab.analyze.weights import bands, check_inits, energies, kind_table, measure, open_plain, rank_table
+from fathomlm.lab.analyze.weights import bands, check_inits, kind_table, measure, open_plain, rank_table
 from fathomlm.model.hub import FathomForCausalLM
+from fathomlm.model.relax.lora import residual_energies
 from lab.analyze.tiny import model_of, saved
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -25,7 +26,7 @@ def plain() -> FathomForCausalLM:
 def test_energies_are_squared_singular_values():
     for shape in ((5, 9), (9, 5)):
         matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-        assert energies(matrix).tolist() == pytest.approx((torch.linalg.svdvals(matrix) ** 2).tolist())
+        assert residual_energies(matrix).tolist() == pytest.approx((torch.linalg.svdvals(matrix) ** 2).tolist())
 
 
 @torch.no_grad()

@@ -189,7 +189,7 @@ def measure(
         row = _Row.read(decoder, tokens_T, targets_T, measured, memory)
         sums.add(row)
         for layer in exits:
-            sure_N = row.classified(decoder, layer, judges) if judges else row.confidence_LN[layer - 1]
+            sure_N = row.classified(layer, judges) if judges else row.confidence_LN[layer - 1]
             agreed_N = row.agreed_LN[layer - 1]
             estimators[layer].observe(sure_N.tolist(), agreed_N.tolist())
             estimators[layer].end_sequence()
@@ -255,7 +255,7 @@ class _Row:
         agreed_LN = choice_LN == choice_LN[-1]
         return cls(states, agreed_LN, choice_LN == targets_N.cpu(), loss_LN, confidence_LN, cosine_LN)
 
-    def classified(self, decoder: Decoder, layer: int, judges: dict[int, ExitScorer]) -> Tensor:
+    def classified(self, layer: int, judges: dict[int, ExitScorer]) -> Tensor:
         """What a trained judge says after a layer that has one."""
         return judges[layer - 1](self.states[layer]).float().sigmoid().reshape(-1).cpu()
 

@@ -23,14 +23,12 @@ import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from fathomlm.checkpoints.resolve import architecture_of
 from fathomlm.cli.display import Rows, print_table
 from fathomlm.depth import Architecture, DepthPlan, Relaxation
 from fathomlm.depth.cost import Cost, count
-from fathomlm.depth.presets import PRESETS
 from fathomlm.depth.relaxation import build_relaxation
 from fathomlm.depth.routing import build_routing
 from fathomlm.errors import OptionError
@@ -277,10 +275,7 @@ def run(options: Plan) -> int:
 def _bases(models: Sequence[str]) -> dict[str, Architecture]:
     found = {}
     for name in filter(None, models):
-        if name in PRESETS and not Path(name).exists():
-            architecture = PRESETS[name].architecture
-        else:
-            architecture = architecture_of(name)[0]
+        architecture = architecture_of(name)[0]
         if architecture.cross:
             raise OptionError(f"{name} is an encoder-decoder model; plans are for decoder-only ones")
         found[name] = architecture

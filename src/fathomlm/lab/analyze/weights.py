@@ -35,6 +35,7 @@ from fathomlm.lab.analyze.options import AnalyzeWeights
 from fathomlm.lab.analyze.report import About, finish, render, write_report
 from fathomlm.lab.common import OnProgress, amount, unwatched
 from fathomlm.lab.drawing import DASHES, LINES, figure_over_table, new_figure, plain_axes, save_figure, shortened
+from fathomlm.model.relax.lora import residual_energies
 
 SHARES = (0.5, 0.9, 0.99)
 """Parts of the energy whose rank is named."""
@@ -182,7 +183,7 @@ class _Reader:
 
 
 def _spectrum(init: str, spec: LinearSpec, step: int, recursion: int, own: Tensor, tied: Tensor) -> Spectrum:
-    squares = energies(own - tied)
+    squares = residual_energies(own - tied)
     energy = float(squares.sum())
     captured = (squares.cumsum(0) / energy).clamp(max=1.0).tolist() if energy else [1.0] * len(squares)
     return Spectrum(
@@ -195,13 +196,6 @@ def _spectrum(init: str, spec: LinearSpec, step: int, recursion: int, own: Tenso
         relative=float((own - tied).norm() / own.norm().clamp_min(torch.finfo(own.dtype).tiny)),
         captured=captured,
     )
-
-
-def energies(residual: Tensor) -> Tensor:
-    """The squared singular values, largest first: eigenvalues of the smaller Gram matrix, which is faster than an SVD."""
-    gram = residual @ residual.T if residual.shape[0] <= residual.shape[1] else residual.T @ residual
-    values: Tensor = torch.linalg.eigvalsh(gram)
-    return values.flip(0).clamp_min(0.0)
 
 
 def _rank_rows(

@@ -130,7 +130,7 @@ class NullProgram:
         ints_NC[: len(slots)] = np.stack(rows, 1)
 
 
-def null_engine(plan: PlanName, batch_size: int, tokenizer: Any, *, burst: int = BURST, lag: int = 1) -> Engine:
+def null_engine(plan: PlanName, batch_size: int, tokenizer: Any) -> Engine:
     """An engine over a device that does nothing. It has pages for everybody."""
     depth = PLANS[plan]
     architecture = Architecture(
@@ -140,7 +140,7 @@ def null_engine(plan: PlanName, batch_size: int, tokenizer: Any, *, burst: int =
     model = random_model(architecture, depth, dtype=torch.float32, device=torch.device("cpu"))
     model.tokenizer = tokenizer
     options = EngineOptions(
-        batch_size=batch_size, max_length=LONGEST + 1, penalties=False, burst=burst, lag=lag, max_queue=2 * batch_size + 8
+        batch_size=batch_size, max_length=LONGEST + 1, penalties=False, burst=BURST, lag=1, max_queue=2 * batch_size + 8
     )
     options = replace(options, memory=ample_memory(model.decoder, options, LONGEST + 1))
     engine = Engine(model, options)

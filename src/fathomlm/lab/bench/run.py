@@ -328,10 +328,6 @@ def _caption(record: Found) -> str:
     return "\n".join(lines)
 
 
-def _timing(name: str, format_value: Callable[[Any], str]) -> Callable[[Found], str | None]:
-    return _part("timing", name, format_value)
-
-
 def _part(part: str, name: str, format_value: Callable[[Any], str]) -> Callable[[Found], str | None]:
     def cell(found: Found) -> str | None:
         value = found.get(part, {}).get(name)
@@ -375,11 +371,11 @@ ROWS: Sequence[Row] = (
     ("  p99", _part("latency", "ms_per_token_p99", ms)),
     ("  floor", _part("latency", "floor_ms_per_token", ms)),
     ("  floor's share", _part("latency", "floor_share", percent)),
-    ("tokens/s", _timing("tokens_per_s", lambda value: f"{value:,.1f}")),
+    ("tokens/s", _part("timing", "tokens_per_s", lambda value: f"{value:,.1f}")),
     ("this model is faster by", _against),
-    ("tokens", _timing("tokens", lambda value: f"{value:,}")),
-    ("time to first token p50 / p99, ms", _timing("time_to_first_token_ms", _spread)),
-    ("between tokens p50 / p99, ms", _timing("inter_token_ms", _spread)),
+    ("tokens", _part("timing", "tokens", lambda value: f"{value:,}")),
+    ("time to first token p50 / p99, ms", _part("timing", "time_to_first_token_ms", _spread)),
+    ("between tokens p50 / p99, ms", _part("timing", "inter_token_ms", _spread)),
     ("mean depth", _depth),
     ("tokens that stopped early", _exit_rate),
     ("batch size", _part("work", "batch_size", str)),

@@ -65,14 +65,13 @@ class Corpus:
             if on_shard is not None:
                 on_shard(number, len(shards))
 
-    def verify_sample(self, budget: int = SAMPLE, draw: random.Random | None = None) -> None:
+    def verify_sample(self, budget: int = SAMPLE) -> None:
         """Compare as many random blocks with their checksums as `budget` bytes hold: all of a small corpus, and of a large
         one enough to find a file that was cut, zeroed or copied wrongly, though rarely a single flipped bit.
 
         Shards without checksums of blocks, from an earlier version, are read as a whole while they fit in the budget.
         """
-        draw = draw or random.SystemRandom()
-        shards = self._all_shards()
+        draw, shards = random.SystemRandom(), self._all_shards()
         if (file := damaged(self.path, shards, budget, draw)) is not None:
             raise DataError(_ALTERED.format(file=file))
         older = [shard for shard in shards if not shard.blocks]
