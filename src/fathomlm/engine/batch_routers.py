@@ -30,7 +30,7 @@ class RouterWeights(NamedTuple):
     selective_R: Tensor
     """Which recursions leave tokens out at all."""
     least_R: Tensor
-    """Where depth is drawn: what a draw must attention."""
+    """Where depth is drawn: what a draw must reach."""
 
 
 class BatchRouters:

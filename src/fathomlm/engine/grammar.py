@@ -71,20 +71,14 @@ class Grammars:
 
 
 class Grammar:
-    """A compiled grammar: the constraint of a `Request`."""
-
-    def __init__(self, matcher: Any, vocab: int, ends: frozenset[int]) -> None:
-        self._matcher, self._vocab, self._ends = matcher, vocab, ends
-
-    def begin(self) -> GrammarMatcher:
-        return GrammarMatcher(self._matcher.deep_copy(), self._vocab, self._ends)
-
-
-class GrammarMatcher:
-    """How far one completion has come in its grammar."""
+    """A compiled grammar, the constraint of a `Request`; and how far one completion has come in it."""
 
     def __init__(self, matcher: Any, vocab: int, ends: frozenset[int]) -> None:
         self._matcher, self._vocab, self._ends = matcher, vocab, sorted(ends)
+
+    def begin(self) -> Grammar:
+        """The same for another completion."""
+        return Grammar(self._matcher.deep_copy(), self._vocab, frozenset(self._ends))
 
     def advance(self, token: int) -> None:
         """A token that was allowed, and ends nothing."""

@@ -80,7 +80,7 @@ def build_layout(
     """The layout that a model needs, or what the engine cannot do with it. Tokens may exit after the steps with the indices
     `exits`; `own` are the steps of a draft layer, by default those of the exits. `static`: all of them do."""
     own = plan.exit_steps(exits) if own is None else own
-    _check(architecture, plan, relaxation, exits)
+    _check(plan, relaxation, exits)
     if plan.routing is None or plan.kv != "cache":
         steps = (*plan.steps[: exits[0] + 1 if static else None], *own)
         makes = [step.index for step in steps if not plan.reads_kv(step)]
@@ -105,7 +105,7 @@ def build_layout(
     return Layout("routed", tables, tuple(planes_by_pool), homes, recursion_tables, (pool,) if placed else ())
 
 
-def _check(architecture: Architecture, plan: DepthPlan, relaxation: Relaxation | None, exits: Sequence[int]) -> None:
+def _check(plan: DepthPlan, relaxation: Relaxation | None, exits: Sequence[int]) -> None:
     if relaxation is not None and not relaxation.method.serves:
         raise UnsupportedModel(f"the engine does not support a {relaxation.kind} relaxation; use fathomlm generate")
     if plan.routing is not None and not plan.routing.method.serves:

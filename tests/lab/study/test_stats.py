@@ -5,7 +5,7 @@ from statistics import stdev
 
 import pytest
 
-from fathomlm.lab.study.results import Difference, difference, judge_order, judge_same, residual, t_95
+from fathomlm.lab.study.results import Difference, decide, difference, residual, t_95
 
 
 def test_a_pair_alone_has_the_paired_t_interval() -> None:
@@ -49,20 +49,20 @@ def gap(mean: float, half: float | None) -> Difference:
 
 
 def test_verdicts_follow_from_the_interval_and_its_direction() -> None:
-    assert judge_order(gap(-0.1, 0.05)) == "confirmed"
-    assert judge_order(gap(0.1, 0.05)) == "refuted"
-    assert judge_order(gap(-0.1, 0.2)) == "not resolved at this scale"
-    assert judge_order(gap(-0.1, 0.1)) == "not resolved at this scale"
-    assert judge_order(gap(-9.0, None)) == "not resolved at this scale"
-    assert judge_order(None) == "not run yet"
+    assert decide(gap(-0.1, 0.05), -math.inf, 0.0) == "confirmed"
+    assert decide(gap(0.1, 0.05), -math.inf, 0.0) == "refuted"
+    assert decide(gap(-0.1, 0.2), -math.inf, 0.0) == "not resolved at this scale"
+    assert decide(gap(-0.1, 0.1), -math.inf, 0.0) == "not resolved at this scale"
+    assert decide(gap(-9.0, None), -math.inf, 0.0) == "not resolved at this scale"
+    assert decide(None, -math.inf, 0.0) == "not run yet"
 
 
 def test_sameness_needs_the_whole_interval_inside() -> None:
-    assert judge_same(gap(0.01, 0.02), 0.05) == "confirmed"
-    assert judge_same(gap(0.01, 0.06), 0.05) == "not resolved at this scale"
-    assert judge_same(gap(0.2, 0.1), 0.05) == "refuted"
-    assert judge_same(gap(-0.2, 0.1), 0.05) == "refuted"
-    assert judge_same(gap(0.0, None), 0.05) == "not resolved at this scale"
+    assert decide(gap(0.01, 0.02), -0.05, 0.05) == "confirmed"
+    assert decide(gap(0.01, 0.06), -0.05, 0.05) == "not resolved at this scale"
+    assert decide(gap(0.2, 0.1), -0.05, 0.05) == "refuted"
+    assert decide(gap(-0.2, 0.1), -0.05, 0.05) == "refuted"
+    assert decide(gap(0.0, None), -0.05, 0.05) == "not resolved at this scale"
 
 
 def test_students_t_falls_to_the_normal_limit() -> None:

@@ -173,12 +173,16 @@ class TokenChooser:
         s = self.state
         steps_N = rows_N if variant.greedy else s.generated_S.index_select(0, rows_N)  # greedily nobody asks
         sampled = self.sampled(scores_NV, rows_N, steps_N, chosen_N, variant)
-        if variant.penalise:
-            note(sampled.tokens_N, torch.where(chosen_N, rows_N, s.spare), self.sampler)
         self._take(
             s.numbers_SC, rows_N, chosen_N, sampled.tokens_N, sampled.bad_N, sampled.logprobs_N, depth_N, confidence_N,
             self.ends_E, output.ints_NC, output.floats_NC, flags_N,
         )  # fmt: skip
+        self.tell(sampled, rows_N, chosen_N, variant, output)
+
+    def tell(self, sampled: Sampled, rows_N: Tensor, told_N: Tensor, variant: SamplingVariant, output: StepOutput) -> None:
+        """Tokens that become their slots' count for penalties, and have the likeliest ones beside them, where asked for."""
+        if variant.penalise:
+            note(sampled.tokens_N, torch.where(told_N, rows_N, self.state.spare), self.sampler)
         if variant.alternatives:
             output.top_tokens_NK.copy_(sampled.top_tokens_NK)
             output.top_logprobs_NK.copy_(sampled.top_logprobs_NK)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fathomlm.decode.draft_tree import BestShape
 from fathomlm.decode.exiting import BEAM
-from fathomlm.engine.programs.base import ProgramContext, SamplingVariant
+from fathomlm.engine.programs.base import ProgramContext
 from fathomlm.engine.programs.draft_tree import TreeProgram, TreeRows, tree_metadata
 from fathomlm.errors import OptionError
 from fathomlm.kernels.best_token import best_few
@@ -37,7 +37,7 @@ class DraftBestProgram(TreeProgram):
         self._kernels = self._kernels_for(tree, None)
 
     def _draft(
-        self, x_SM: Tensor, live_S: Tensor, asks_S: Tensor, room_S: Tensor, variant: SamplingVariant
+        self, x_SM: Tensor, live_S: Tensor, asks_S: Tensor, room_S: Tensor
     ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """Which nodes there are, (S, J), their tokens, parents and logarithms of how likely they are, and how sure the layer
         was behind them."""

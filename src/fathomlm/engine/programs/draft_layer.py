@@ -39,7 +39,7 @@ from fathomlm.engine.programs.base import (
 )
 from fathomlm.engine.programs.draft_rows import DraftRows, SlotDrafts
 from fathomlm.engine.programs.whole import begin_settled, count_entries, metadata_of, prefill_steps, rows_see
-from fathomlm.engine.sampler import Sampled, note
+from fathomlm.engine.sampler import Sampled
 from fathomlm.engine.schedule import Placement
 from fathomlm.kernels.best_token import best_and_gap
 from fathomlm.kernels.few_rows import taking_few
@@ -165,14 +165,14 @@ class DraftLayerProgram:
         many_S, drafts, sures = torch.zeros_like(room_S), list[Tensor](), list[Tensor]()
         if variant.drafts:
             x_NM = layers.run(read_NM, self._own, seen, positions_N, spend=True)
-            many_S, drafts, sures = self._draft(x_NM.index_select(0, last_S), live_S, asks_S, room_S, variant)
+            many_S, drafts, sures = self._draft(x_NM.index_select(0, last_S), live_S, asks_S, room_S)
         else:
             layers.keep(read_NM, self._own, seen, positions_N)
         self._judge(live_S, many_S, drafts, sures, variant)
         s.clock.add_(1)
 
     def _draft(
-        self, x_SM: Tensor, live_S: Tensor, asks_S: Tensor, room_S: Tensor, variant: SamplingVariant
+        self, x_SM: Tensor, live_S: Tensor, asks_S: Tensor, room_S: Tensor
     ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """How many drafts the slots have, behind the layer's output for their last tokens; these, and how sure it was."""
         many_S, drafts, sures = torch.zeros_like(room_S), list[Tensor](), list[Tensor]()
@@ -215,13 +215,8 @@ class DraftLayerProgram:
         slots_N: Tensor, sampled: Sampled, x_NM: Tensor, output: StepOutput, variant: SamplingVariant,
     ) -> None:  # fmt: skip
         """What the full model chose along the drafts of each slot becomes its next tokens, as far as it may."""
-        s = self.parts.state
         emits_N = self._verify(live_S, many_S, drafts_SJ, sures_SJ, valid_N, index_N, sampled, x_NM, output)
-        if variant.penalise:
-            note(sampled.tokens_N, torch.where(emits_N, slots_N, s.spare), self.parts.sampler)
-        if variant.alternatives:
-            output.top_tokens_NK.copy_(sampled.top_tokens_NK)
-            output.top_logprobs_NK.copy_(sampled.top_logprobs_NK)
+        self._choose.tell(sampled, slots_N, emits_N, variant, output)
 
     def _begin_plain(self, limited: bool) -> tuple[Tensor, ...]:
         """Who runs and how many drafts it may have; what the draft layer has to catch up with, a slot's places as rows."""

@@ -140,7 +140,7 @@ class DraftTreeProgram(TreeProgram):
         self._kernels = self._kernels_for(tree, self._bits_J)
 
     def _draft(
-        self, x_SM: Tensor, live_S: Tensor, asks_S: Tensor, room_S: Tensor, variant: SamplingVariant
+        self, x_SM: Tensor, live_S: Tensor, asks_S: Tensor, room_S: Tensor
     ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """Which nodes there are, (S, J), their tokens and how sure the layer was behind them."""
         parts, slots, tree = self.parts, len(live_S), self.tree

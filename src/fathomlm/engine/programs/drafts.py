@@ -36,7 +36,7 @@ from fathomlm.engine.programs.base import (
 )
 from fathomlm.engine.programs.exits import ALL, ExitProgram, Rows
 from fathomlm.engine.programs.whole import begin_settled, metadata_of
-from fathomlm.engine.sampler import Sampled, note
+from fathomlm.engine.sampler import Sampled
 from fathomlm.engine.schedule import Placement
 
 
@@ -135,11 +135,7 @@ class DraftProgram(ExitProgram):
         if kind in (self.last, ALL):
             emits_N = self._verify(rows, sampled, index_N, confidence_N, judged_N, output)
             chosen_N = chosen_N | (rows.segment_N == self.last)
-            if variant.penalise:
-                note(sampled.tokens_N, torch.where(emits_N, rows.slots_N, s.spare), self.parts.sampler)
-            if variant.alternatives:
-                output.top_tokens_NK.copy_(sampled.top_tokens_NK)
-                output.top_logprobs_NK.copy_(sampled.top_logprobs_NK)
+            self._choose.tell(sampled, rows.slots_N, emits_N, variant, output)
         self._end(rows, chosen_N, x_NM, choice_N, confidence_N)
         if kind in (self.last, ALL):
             self._forget_dropped()

@@ -173,7 +173,7 @@ def judge(study: Study, claim: Claim, rows: Iterable[Row]) -> list[Judged]:
         for one, other in _pairs(study, claim, values):
             complete = not claim.best or _common_seeds(study, claim, values)  # the best of a part is not the best
             gap = difference(values[one], values[other], [v for v in values.values() if v]) if complete else None
-            verdict = judge_order(gap) if claim.same is None else judge_same(gap, claim.within)
+            verdict = decide(gap, *((-math.inf, 0.0) if claim.same is None else (-claim.within, claim.within)))
             found.append(Judged(claim=claim, budget=budget.name, one=one, other=other, found=gap, verdict=verdict))
     return found
 
@@ -307,23 +307,12 @@ def difference(one: BySeed, other: BySeed, among: Sequence[BySeed] = ()) -> Diff
     return Difference(mean=mean, seeds=len(shared), half=half, freedom=spread.freedom)
 
 
-def judge_order(found: Difference | None) -> Verdict:
-    """Whether a difference that was claimed to be negative is."""
+def decide(found: Difference | None, low: float, high: float) -> Verdict:
+    """Whether a difference that was claimed to lie between two bounds does."""
     if found is None:
         return "not run yet"
     if found.low is None or found.high is None:
         return "not resolved at this scale"
-    if found.high < 0:
+    if low < found.low and found.high < high:
         return "confirmed"
-    return "refuted" if found.low > 0 else "not resolved at this scale"
-
-
-def judge_same(found: Difference | None, within: float) -> Verdict:
-    """Whether a difference that was claimed to be smaller than `within`, either way, is."""
-    if found is None:
-        return "not run yet"
-    if found.low is None or found.high is None:
-        return "not resolved at this scale"
-    if -within < found.low and found.high < within:
-        return "confirmed"
-    return "refuted" if found.low > within or found.high < -within else "not resolved at this scale"
+    return "refuted" if found.low > high or found.high < low else "not resolved at this scale"
