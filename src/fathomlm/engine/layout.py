@@ -105,6 +105,13 @@ def build_layout(
     return Layout("routed", tables, tuple(planes_by_pool), homes, recursion_tables, (pool,) if placed else ())
 
 
+def pool_shares(plan: DepthPlan, layout: Layout) -> list[float]:
+    """How many pages of each pool a sequence takes, by the depths that its routers were trained for."""
+    if plan.routing is None or len(layout.planes) == 1:
+        return [float(layout.tables.count(pool)) for pool in range(len(layout.planes))]
+    return [1.0, sum(plan.routing.capacity)]
+
+
 def _check(plan: DepthPlan, relaxation: Relaxation | None, exits: Sequence[int]) -> None:
     if relaxation is not None and not relaxation.method.serves:
         raise UnsupportedModel(f"the engine does not support a {relaxation.kind} relaxation; use fathomlm generate")

@@ -29,7 +29,7 @@ from fathomlm.engine.captured_prefill import ONE_AT_A_TIME, CapturedPrefill, cap
 from fathomlm.engine.device_state import EngineState
 from fathomlm.engine.kv_pages import KVPages, entry_dtype, pool_page_bytes
 from fathomlm.engine.layers import PagedLayers
-from fathomlm.engine.layout import Layout, build_layout
+from fathomlm.engine.layout import Layout, build_layout, pool_shares
 from fathomlm.engine.options import EngineOptions
 from fathomlm.engine.programs.base import FLAGS, SLOT, Program, ProgramContext, SamplingVariant, StepOutput
 from fathomlm.engine.programs.draft_best import DraftBestProgram
@@ -549,13 +549,6 @@ def _cores(plan: DepthPlan, options: EngineOptions) -> tuple[int, ...]:
     """routed: passes of the block in front of each turn of a decode step."""
     assert plan.routing is not None
     return (options.cores,) if options.cores else passes_for(sum(options.forced_depths or plan.routing.capacity))
-
-
-def pool_shares(plan: DepthPlan, layout: Layout) -> list[float]:
-    """How many pages of each pool a sequence takes, by the depths that its routers were trained for."""
-    if plan.routing is None or len(layout.planes) == 1:
-        return [float(layout.tables.count(pool)) for pool in range(len(layout.planes))]
-    return [1.0, sum(plan.routing.capacity)]
 
 
 def layout_for(decoder: Decoder, exiting: Exiting | None = None) -> Layout:

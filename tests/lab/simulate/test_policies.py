@@ -11,9 +11,9 @@ from fathomlm.depth.cost import count
 from fathomlm.depth.presets import preset
 from fathomlm.errors import OptionError
 from fathomlm.lab.simulate.costs import Costs, HostTimes, TimeCurve
-from fathomlm.lab.simulate.devices import LoopDevice
-from fathomlm.lab.simulate.policies import compare, loop_device, run_depth, run_sequence, run_vanilla
-from fathomlm.lab.simulate.simulation import EngineSetup, SimulationResult, fit_memory
+from fathomlm.lab.simulate.devices import Device, LoopDevice, PlainDevice
+from fathomlm.lab.simulate.policies import compare, loop_device, run_vanilla
+from fathomlm.lab.simulate.simulation import EngineSetup, Simulation, SimulationResult, fit_memory
 from fathomlm.lab.simulate.trajectories import Trajectories, Trajectory, draw
 
 LINE = TimeCurve(((1, 2.0), (3, 4.0)))
@@ -22,6 +22,14 @@ COSTS = Costs(name="by hand", passes={"step": LINE, "core": LINE, "turn": TimeCu
 
 def texts(*depths: tuple[int, ...], prompt: int = 1) -> Trajectories:
     return Trajectories(tuple(Trajectory(prompt, one) for one in depths), 2, "file", "by hand")
+
+
+def run_depth(found: Trajectories, costs: Costs, setting: EngineSetup, device: Device) -> SimulationResult:
+    return Simulation(device, setting, costs, found).run()
+
+
+def run_sequence(found: Trajectories, costs: Costs, setting: EngineSetup) -> SimulationResult:
+    return run_depth(found, costs, setting, PlainDevice(setting.max_sequences))
 
 
 def test_a_batch_waits_for_its_longest_text() -> None:

@@ -89,24 +89,6 @@ def run_vanilla(trajectories: Trajectories, costs: Costs, batch_size: int, waiti
     )
 
 
-def run_sequence(
-    trajectories: Trajectories, costs: Costs, setting: EngineSetup, on_progress: OnProgress = unwatched
-) -> SimulationResult:
-    """The plain model, a sequence in the place of another as soon as that is over. Each has a row of the batch."""
-    return Simulation(PlainDevice(setting.max_sequences), setting, costs, trajectories).run(on_progress)
-
-
-def run_depth(
-    trajectories: Trajectories,
-    costs: Costs,
-    setting: EngineSetup,
-    device: Device,
-    on_progress: OnProgress = unwatched,
-) -> SimulationResult:
-    """The model with depths, batch_size of all depths together."""
-    return Simulation(device, setting, costs, trajectories).run(on_progress)
-
-
 def loop_device(
     trajectories: Trajectories, batch_size: int, fill: Fill = "free", cores: tuple[int, ...] | None = None
 ) -> Device:
@@ -137,8 +119,8 @@ def compare(
     of_plain = plain_costs or costs
     return Comparison(
         vanilla=run_vanilla(trajectories, of_plain, plain.max_sequences, waiting),
-        sequence=run_sequence(trajectories, of_plain, plain, on_progress),
-        depth=run_depth(trajectories, costs, deep, device, on_progress),
+        sequence=Simulation(PlainDevice(plain.max_sequences), plain, of_plain, trajectories).run(on_progress),
+        depth=Simulation(device, deep, costs, trajectories).run(on_progress),
     )
 
 

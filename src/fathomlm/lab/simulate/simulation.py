@@ -14,7 +14,7 @@ from typing import Any
 from fathomlm.decode.sampling import Sampling
 from fathomlm.depth import Architecture, DepthPlan, Relaxation
 from fathomlm.depth.cost import count
-from fathomlm.engine.layout import build_layout
+from fathomlm.engine.layout import build_layout, pool_shares
 from fathomlm.engine.options import PAGE
 from fathomlm.engine.request import Request
 from fathomlm.engine.scheduler import Scheduler
@@ -282,9 +282,7 @@ def fit_memory(
         )
     layout = build_layout(architecture, plan, relaxation)
     page = architecture.kv_bytes(element_bytes) * page_size
-    shares = [float(layout.tables.count(pool)) for pool in range(len(layout.planes))]
-    if plan.routing is not None and len(layout.planes) > 1:
-        shares = [1.0, sum(plan.routing.capacity)]
+    shares = pool_shares(plan, layout)
     whole = sum(page * planes * share for planes, share in zip(layout.planes, shares, strict=True))
     pool_pages = tuple(max(1, int(kv * share / whole)) for share in shares)
     return MemoryFit(weights=weights, kv=kv, sequences=int(kv // per_sequence), tables=layout.tables, pool_pages=pool_pages)

@@ -34,9 +34,10 @@ from fathomlm.cli.display import print_table, progress_bar
 from fathomlm.errors import OptionError, choices
 from fathomlm.lab.common import OnProgress, unwatched
 from fathomlm.lab.simulate.costs import NOTHING, Costs, TimeCurve
+from fathomlm.lab.simulate.devices import PlainDevice
 from fathomlm.lab.simulate.options import Thesis
-from fathomlm.lab.simulate.policies import loop_device, run_depth, run_sequence, run_vanilla
-from fathomlm.lab.simulate.simulation import EngineSetup
+from fathomlm.lab.simulate.policies import loop_device, run_vanilla
+from fathomlm.lab.simulate.simulation import EngineSetup, Simulation
 from fathomlm.lab.simulate.trajectories import Trajectories, draw
 
 Table = Literal["40gb", "16gb"]
@@ -273,7 +274,10 @@ def _baseline(table: Table, model: str, sets: dict[str, tuple[int, ...]]) -> Bas
     return Baseline(
         model=model,
         vanilla={name: run_vanilla(_plain(found), costs, times.batch).tokens_per_s for name, found in sets.items()},
-        sequence={name: run_sequence(_plain(found), costs, setting).tokens_per_s for name, found in sets.items()},
+        sequence={
+            name: Simulation(PlainDevice(setting.max_sequences), setting, costs, _plain(found)).run().tokens_per_s
+            for name, found in sets.items()
+        },
         printed_vanilla={name: getattr(rows["vanilla"], name) for name in sets},
         printed_sequence={name: getattr(rows["CSB"], name) for name in sets},
     )
@@ -318,7 +322,8 @@ def _depth_of_books(times: PresetTimes, printed: float) -> float:
 def _throughput(times: PresetTimes, found: Iterable[int], depth: float) -> float:
     sequences = draw(((1, length) for length in found), parts_for(depth, times.blocks))
     setting = EngineSetup(max_sequences=times.batch)
-    return run_depth(sequences, preset_costs(times), setting, loop_device(sequences, times.batch)).tokens_per_s
+    device = loop_device(sequences, times.batch)
+    return Simulation(device, setting, preset_costs(times), sequences).run().tokens_per_s
 
 
 @lru_cache(maxsize=8)
