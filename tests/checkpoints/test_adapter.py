@@ -75,7 +75,7 @@ def test_an_adapter_over_the_hugging_face_model(tmp_path: Path) -> None:
 
 def test_an_adapter_is_served_beside_its_base(looped: Any, tiny_model: Any, tmp_path: Path) -> None:
     write_adapter(deepcopy(tiny_model), tmp_path / "deep")
-    options = read_command(["serve", "tiny", "--lora", f"deep={tmp_path / 'deep'}", "--max-length", "96"])
+    options = read_command(["serve", "tiny", "--lora", f"deep={tmp_path / 'deep'}", "--max-length", "96"])[1]
     assert [read_lora(given) for given in options.several.loras] == [("deep", str(tmp_path / "deep"))]
     services: list[Service] = []
     merge = partial(load_adapter, options, options.engine, services, "deep", str(tmp_path / "deep"))

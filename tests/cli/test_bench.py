@@ -337,9 +337,9 @@ BAD: list[tuple[tuple[str, ...], str]] = [
 
 
 def test_what_is_given_is_the_engines() -> None:
-    found = read_command(["bench", "throughput", "smollm2-135m", "--no-merge", "--burst", "2"])
+    found = read_command(["bench", "throughput", "smollm2-135m", "--no-merge", "--burst", "2"])[1]
     assert (found.engine.merge, found.engine.burst) == (False, 2)
-    assert read_command(["bench", "throughput", "smollm2-135m"]).engine.merge
+    assert read_command(["bench", "throughput", "smollm2-135m"])[1].engine.merge
 
 
 @pytest.mark.parametrize(("words", "message"), BAD, ids=[" ".join(words) for words, _ in BAD])

@@ -201,7 +201,7 @@ def test_eval_and_analyze_read_the_packs_exit(
 
 
 def parse(*words: str | Path) -> Any:
-    return read_command(["serve", *(str(word) for word in words)])
+    return read_command(["serve", *(str(word) for word in words)])[1]
 
 
 def test_serve_lets_tokens_leave_at_the_packs_exit(

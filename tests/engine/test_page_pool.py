@@ -13,16 +13,16 @@ from fathomlm.engine.page_pool import PagePool
 
 def test_pages_are_handed_out_once_and_the_latest_freed_comes_first() -> None:
     pool = PagePool(3)
-    assert [pool.allocate() for _ in range(3)] == [0, 1, 2]
+    assert pool.allocate(3) == [0, 1, 2]
     assert (pool.free, pool.used, pool.total) == (0, 3, 3)
     pool.release(0)
     pool.release(2)
-    assert [pool.allocate(), pool.allocate()] == [2, 0]
+    assert pool.allocate(2) == [2, 0]
 
 
 def test_a_shared_page_is_free_when_the_last_owner_goes() -> None:
     pool = PagePool(1)
-    page = pool.allocate()
+    (page,) = pool.allocate()
     pool.share(page)
     pool.release(page)
     assert pool.free == 0
@@ -32,7 +32,7 @@ def test_a_shared_page_is_free_when_the_last_owner_goes() -> None:
 
 def test_a_kept_page_is_spare_without_owners_and_free_without_keepers() -> None:
     pool = PagePool(2)
-    page = pool.allocate()
+    (page,) = pool.allocate()
     pool.keep(page)
     assert (pool.free, pool.spare, pool.available) == (1, 0, 1)
     pool.release(page)
@@ -50,7 +50,7 @@ def test_a_kept_page_is_spare_without_owners_and_free_without_keepers() -> None:
 def test_wrong_calls_are_bugs(call: str, page: int) -> None:
     """Page 0 was freed, page 1 never handed out, the others do not exist."""
     pool = PagePool(2)
-    pool.release(pool.allocate())
+    pool.release(*pool.allocate())
     with pytest.raises(AssertionError):
         getattr(pool, call)(page)
     assert (pool.free, pool.spare) == (2, 0)
@@ -58,7 +58,7 @@ def test_wrong_calls_are_bugs(call: str, page: int) -> None:
 
 def test_an_owner_cannot_give_up_for_a_keeper_nor_the_other_way() -> None:
     pool = PagePool(2)
-    owned, kept = pool.allocate(), pool.allocate()
+    owned, kept = pool.allocate(2)
     pool.keep(kept)
     pool.release(kept)
     with pytest.raises(AssertionError):
@@ -88,7 +88,7 @@ def test_the_counts_are_those_of_a_plain_tally(calls: list[tuple[str, int]]) -> 
         held = owners[page] or keepers[page]
         if call == "allocate":
             if pool.free:
-                given_out = pool.allocate()
+                (given_out,) = pool.allocate()
                 assert not owners[given_out]
                 assert not keepers[given_out]
                 owners[given_out] += 1

@@ -20,7 +20,10 @@ def build(tables: tuple[int, ...] = (0,), pages: int = 100) -> tuple[PrefixCache
 
 def take(pools: list[PagePool], tables: tuple[int, ...], entries: list[int]) -> list[list[int]]:
     """Pages of a sequence with so many entries a table."""
-    return [[pools[pool].allocate() for _ in range(-(-count // SIZE))] for pool, count in zip(tables, entries, strict=True)]
+    return [
+        [page for _ in range(-(-count // SIZE)) for page in pools[pool].allocate()]
+        for pool, count in zip(tables, entries, strict=True)
+    ]
 
 
 def leave(pools: list[PagePool], tables: tuple[int, ...], pages: list[list[int]]) -> None:

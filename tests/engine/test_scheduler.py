@@ -121,7 +121,7 @@ def test_where_pages_are_plenty_they_come_several_at_a_time() -> None:
     for free, ahead in ((1000, 8), (24, 3), (8, 1), (7, 0)):
         scheduler = build(page_size=2, pool_pages=(1000,), lookahead=3)
         if free < 1000:
-            scheduler.page_manager.pools[0].allocate_many(1000 - free)
+            scheduler.page_manager.pools[0].allocate(1000 - free)
         sequence = submit(scheduler, 1, 1, new=99)
         assert rooms(scheduler.schedule()) == {(sequence.slot, 0): 2 * (2 + ahead)}
         run(scheduler, sequence, 2 * ahead + 1)

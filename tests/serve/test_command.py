@@ -29,7 +29,7 @@ def exits_of(args: Any) -> Any:
 
 
 def parse(*words: str) -> Any:
-    return read_command(["serve", *words])
+    return read_command(["serve", *words])[1]
 
 
 def test_the_defaults_are_the_small_model_and_this_machine_only(nothing_packaged: None) -> None:

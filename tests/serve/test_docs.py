@@ -76,7 +76,7 @@ def test_the_python_examples_run(default_server: Running, number: int) -> None:
 def test_the_first_example_runs_with_the_bundled_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a newcomer meets it: `fathomlm serve`, no network, the example as it stands."""
     monkeypatch.setattr("fathomlm.checkpoints.fetch.fetch", lambda name: pytest.fail("it needs the network"))
-    args = read_command(["serve", "--threads", "1"])
+    args = read_command(["serve", "--threads", "1"])[1]
     service = Service(lambda: serve.load_served(args, args.engine_options, None))
     with serving(service) as (url, _):
         text = run_example(0, url)

@@ -272,12 +272,8 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def read_command(argv: Sequence[str] | None) -> Any:
-    """The options of the command that was typed."""
-    return _read(argv)[1]
-
-
-def _read(argv: Sequence[str] | None) -> tuple[Command, Any]:
+def read_command(argv: Sequence[str] | None) -> tuple[Command, Any]:
+    """The command that was typed, and its options."""
     args = build_parser().parse_args(argv)
     return args.row, from_args(args.options, args)
 
@@ -286,7 +282,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _terminated)
     share_cores()
     try:
-        command, options = _read(argv)
+        command, options = read_command(argv)
         return int(_checked(command, options)())
     except FathomError as error:
         print(f"fathomlm: {error}", file=sys.stderr)

@@ -155,7 +155,7 @@ class PageManager:
     def _taken(self, pool: int, count: int) -> list[int]:
         if self.pools[pool].free < count:
             self.prefixes.evict(pool, count)
-        return self.pools[pool].allocate_many(count)
+        return self.pools[pool].allocate(count)
 
     def _with_source(self, sequence: Sequence, pages: list[int]) -> list[int]:
         """Pages by pool, with those of the source."""

@@ -52,12 +52,7 @@ class PagePool:
     def keepers(self, page: int) -> int:
         return self._keepers[self._known(page)]
 
-    def allocate(self) -> int:
-        """A free page, with one owner."""
-        (page,) = self.allocate_many(1)
-        return page
-
-    def allocate_many(self, count: int) -> list[int]:
+    def allocate(self, count: int = 1) -> list[int]:
         """Free pages, each with one owner, the most recently freed first."""
         assert 0 < count <= len(self._free), f"{self.used} of all {self.total} pages of the pool are held"
         pages = self._free[: -count - 1 : -1]

@@ -12,11 +12,13 @@ import pytest
 from decode.exit_models import build
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.sampling import Sampling
-from fathomlm.engine.request import Request
+from fathomlm.engine.engine import Engine
+from fathomlm.engine.request import Request, Result
 from fathomlm.lab.bench.timed import TimedEngine
 from fathomlm.lab.simulate.costs import Costs, TimeCurve
 from fathomlm.lab.simulate.simulation import Simulation
-from fathomlm.lab.simulate.validate import mirror, recorded
+from fathomlm.lab.simulate.trajectories import Trajectories, Trajectory
+from fathomlm.lab.simulate.validate import deepest_of, mirror
 from model.route.small import model_of, routed
 from pairwise import in_turn
 
@@ -60,6 +62,18 @@ def requests(vocab: int) -> list[Request]:
     return found
 
 
+def recorded(engine: Engine, results: list[Result]) -> Trajectories:
+    """What an engine did, to be simulated: exits' depths become 1 and 2."""
+    kind, plan = engine.runner.layout.kind, engine.runner.decoder.plan
+    sequences = []
+    for result in results:
+        depths = result.depths or (1,) * len(result.tokens)
+        if kind == "exits":
+            depths = tuple(1 if depth < plan.unrolled_layers else 2 for depth in depths)
+        sequences.append(Trajectory(len(result.prompt_tokens), depths))
+    return Trajectories(tuple(sequences), deepest_of(engine), "file", "what the engine did")
+
+
 PACES: dict[str, dict[str, int]] = {"at once": {}, "host behind": {"burst": 3, "lag": 1}}
 OTHER = [("whole, few pages", "at once"), ("routed, forced", "at once"), ("exits, two parts", "host behind")]
 OTHER += [("whole, more sequences", "at once")]
@@ -75,7 +89,7 @@ def test_as_many_decode_steps_and_rows_as_the_engine(case: str, how: str) -> Non
     ran = engine.totals.decode_steps
     assert engine.counters().preemptions == 0 or case == "whole, few pages"
     device, sizes = mirror(engine)
-    simulation = Simulation(device, sizes, FREE, recorded(engine, results, "what the engine did"))
+    simulation = Simulation(device, sizes, FREE, recorded(engine, results))
     outcome = simulation.run()
     assert (outcome.decode_steps, outcome.tokens) == (ran, engine.totals.tokens)
     assert outcome.preemptions == engine.counters().preemptions
@@ -95,5 +109,5 @@ def test_the_cases_have_what_they_say() -> None:
     for case in ("routed, forced", "exits, two parts", "exits, one block"):
         model, setting, options = CASES[case]()
         engine = TimedEngine(model, exiting=setting, prefix_caching=False, **(SMALL | options))
-        found = recorded(engine, engine.run(requests(model.architecture.vocab)), "")
+        found = recorded(engine, engine.run(requests(model.architecture.vocab)))
         assert all(0.05 < part < 0.95 for part in found.ran[1:]), case

@@ -18,7 +18,6 @@ from fathomlm.engine.engine import Engine
 from fathomlm.engine.programs.drafts import DraftProgram
 from fathomlm.engine.programs.exits import ExitProgram
 from fathomlm.engine.programs.routed import RoutedProgram
-from fathomlm.engine.request import Result
 from fathomlm.errors import OptionError
 from fathomlm.lab.bench.measure import Timing
 from fathomlm.lab.bench.models import planned_shape
@@ -31,7 +30,7 @@ from fathomlm.lab.simulate.devices import Device, ExitDevice, LoopDevice, PlainD
 from fathomlm.lab.simulate.measured import calibrate
 from fathomlm.lab.simulate.options import Validate
 from fathomlm.lab.simulate.simulation import EngineSetup, Simulation, SimulationResult
-from fathomlm.lab.simulate.trajectories import Trajectories, Trajectory, draw
+from fathomlm.lab.simulate.trajectories import draw
 
 ROUNDS = 5
 CALIBRATED = 0.5
@@ -117,18 +116,6 @@ def deepest_of(engine: Engine) -> int:
     """How deep a trajectory of this engine may go: recursions of a routed model, before and behind an exit, or 1."""
     kinds = {"whole": 1, "exits": 2, "routed": engine.runner.decoder.plan.recursions}
     return kinds[engine.runner.layout.kind]
-
-
-def recorded(engine: Engine, results: list[Result], label: str) -> Trajectories:
-    """What an engine did, to be simulated: exits' depths become 1 and 2."""
-    kind, plan = engine.runner.layout.kind, engine.runner.decoder.plan
-    sequences = []
-    for result in results:
-        depths = result.depths or (1,) * len(result.tokens)
-        if kind == "exits":
-            depths = tuple(1 if depth < plan.unrolled_layers else 2 for depth in depths)
-        sequences.append(Trajectory(len(result.prompt_tokens), depths))
-    return Trajectories(tuple(sequences), deepest_of(engine), "file", label)
 
 
 def forced_parts(engine: TimedEngine) -> tuple[float, ...]:
