@@ -118,8 +118,7 @@ def _load(options: Export) -> FathomModel:
         tying: dict[str, None] = dict.fromkeys(("sharing", "recursions", "init", "relax"))
         check_dropping(dropping.drop, dropping.neurons, dropping.repeat, **tying, shape=source.architecture)
     measured = dropping.measured(source, moments=dropping.neurons is not None)
-    fields: dict[str, Any] = {"drop": dropping.drop, "by": dropping.by, "neurons": dropping.neurons}
-    fields |= {"repeat": dropping.repeat}
+    fields: dict[str, Any] = {name: getattr(dropping, name) for name in ("drop", "by", "neurons", "repeat")}
     return convert(source, **fields, activations=measured, dtype=options.dtype)
 
 

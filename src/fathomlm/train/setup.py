@@ -228,9 +228,7 @@ def _from_scratch(model: ModelRecipe, seed: int, corpus: Corpus, tokenizer: Any)
         raise OptionError("model.init_std cannot be combined with a T5-style model, which has T5's own initialization")
     bos, pad, separator = tokenizer.bos_token_id, tokenizer.pad_token_id, corpus.manifest.separator
     tokens = TokenIds(bos=bos, eos=end_ids(tokenizer.eos_token_id), pad=pad)
-    if (
-        record is not None
-    ):  # ends with what the corpus ends targets with, and starts as T5 does, with padding if there is one
+    if record is not None:  # ends as the corpus ends targets, and starts as T5 does, with padding if there is one
         tokens = TokenIds(bos=bos, eos=(separator,), pad=pad, start=separator if pad is None else pad)
     student = empty_model(configure(architecture, plan, relaxation, tokens, torch.float32, record))
     student.decoder.to_empty(device="cpu")
