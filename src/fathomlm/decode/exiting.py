@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from operator import mul
@@ -263,12 +263,7 @@ class Exiting:
             name = "draft_tree" if self.draft_best is None else "draft_best"
             raise OptionError(f"{name} requires a model with a draft layer behind it; this one has none")
         layers = self._layers(plan)
-        last = plan.unrolled_layers
-        for layer in layers:
-            if layer >= last:
-                raise OptionError(
-                    f"exit layers must be between 1 and {last - 1} for this model's {last} layers, got {layer}"
-                )
+        check_exit_layers(plan, layers)
         if len(layers) > 1 and (self.mode not in MULTIPLE or self.refine is not None):
             refines = " with refine" if self.refine is not None else ""
             raise OptionError(
@@ -320,6 +315,14 @@ class Exiting:
             return tuple(index + 1 for index in own)
         has = "has a draft layer, for speculative decoding, and no exits" if plan.draft else "has no exits of its own"
         raise OptionError(f"this model {has}; give an exit layer: {_suggestion(plan)}")
+
+
+def check_exit_layers(plan: DepthPlan, layers: Iterable[int]) -> None:
+    """Refuse layers, counted from 1, behind which the model has none."""
+    last = plan.unrolled_layers
+    for layer in layers:
+        if not 1 <= layer < last:
+            raise OptionError(f"exit layers must be between 1 and {last - 1} for this model's {last} layers, got {layer}")
 
 
 def _check_loops(plan: DepthPlan, exits: Sequence[int]) -> None:

@@ -31,7 +31,7 @@ class ExitStatistics:
 
     mode: str
     layers: int
-    """The model's unrolled depth: the layer behind which a token that did not token_exit early was chosen."""
+    """The model's unrolled depth: the layer behind which a token that did not exit early was chosen."""
     threshold: Threshold | None
     """The one in force for this completion; None where the mode has none."""
     layers_run: int

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fathomlm.decode.exiting import Exiting
+from fathomlm.decode.exiting import Exiting, check_exit_layers
 from fathomlm.depth import DepthPlan
 from fathomlm.errors import OptionError, choices
 from fathomlm.model.decoder import Decoder
@@ -85,19 +85,18 @@ def exit_outputs(plan: DepthPlan, where: str) -> tuple[Output, ...]:
     elif where in EXITS:
         layers = range(1, last)
     else:
-        layers = _layers(where, last)
+        layers = _layers(where, plan)
     named = where != "layer" and plan.recursions > 1
     return (*(Output(layer=layer, recursion=ends.get(layer) if named else None) for layer in layers), FULL)
 
 
-def _layers(where: str, last: int) -> tuple[int, ...]:
+def _layers(where: str, plan: DepthPlan) -> tuple[int, ...]:
     words = [word.strip() for word in where.split(",")]
-    for word in words:
-        if not word.isdecimal():
-            raise OptionError(f"{choices('exit', word, EXITS)}, or layers such as 4,8")
-        if not 1 <= int(word) < last:
-            raise OptionError(f"exit layers must be between 1 and {last - 1} for this model's {last} layers, got {word}")
-    return tuple(sorted({int(word) for word in words}))
+    for word in (word for word in words if not word.isdecimal()):
+        raise OptionError(f"{choices('exit', word, EXITS)}, or layers such as 4,8")
+    layers = sorted({int(word) for word in words})
+    check_exit_layers(plan, layers)
+    return tuple(layers)
 
 
 def depth_outputs(plan: DepthPlan, which: str | int) -> tuple[Output, ...]:

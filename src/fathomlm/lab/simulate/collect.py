@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fathomlm.decode.confidence import MEASURES, AtExit
+from fathomlm.decode.exiting import check_exit_layers
 from fathomlm.depth import DepthPlan
 from fathomlm.errors import OptionError
 from fathomlm.lab.common import OnProgress, unwatched
@@ -31,13 +32,8 @@ MOST_SCORES = 1 << 24
 
 def exits_of(plan: DepthPlan, layers: Sequence[int] | None) -> tuple[int, ...]:
     """The steps after which tokens may exit: those asked for, else the model's own, else where recursions end."""
-    last = plan.unrolled_layers
     if layers is not None:
-        for layer in layers:
-            if not 1 <= layer < last:
-                raise OptionError(
-                    f"exit layers must be between 1 and {last - 1} for this model's {last} layers, got {layer}"
-                )
+        check_exit_layers(plan, layers)
         return tuple(sorted({layer - 1 for layer in layers}))
     if plan.exits:
         return plan.exits
