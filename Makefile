@@ -50,10 +50,11 @@ quick: $(VENV)/.dev ## Run one test of each file, those of every room (2 cores, 
 	@$(BIN)/python -m pytest -n 2 --dist worksteal -m 'quick and not gpu'
 
 quick-gpu: $(VENV)/.dev ## Run one case of each GPU test (six processes share the GPU; ends with an error after four minutes)
-	@$(BIN)/python -m pytest -n 6 --dist worksteal -m 'quick and gpu' --session-timeout 240
+	@$(BIN)/python -m pytest -n 6 --dist worksteal -m 'quick and gpu and not alone' --session-timeout 240
 
 test-gpu: $(VENV)/.dev ## Run all GPU tests (GPU_WORKERS processes share the GPU)
-	@$(BIN)/python -m pytest -n $(GPU_WORKERS) --dist worksteal -m gpu
+	@$(BIN)/python -m pytest -n $(GPU_WORKERS) --dist worksteal -m 'gpu and not alone'
+	@$(BIN)/python -m pytest -m 'gpu and alone'
 
 test-slow: $(VENV)/.dev ## Run the tests marked slow, those of replicas on Ray among them
 	@$(PIP) -e ".[ray]"

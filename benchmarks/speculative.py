@@ -12,8 +12,9 @@
                  exit add is scaled down, so that exit and full model often agree
 
 Every request is decoded greedily, and its tokens are compared with those at full depth in the same run. The engine drafts
-where it has measured that drafting pays (`always_draft` is off): speed is against full depth, the median of rounds in turn,
-behind a few rounds in which kernels are compiled and the engine finds out.
+where it has measured that drafting pays (`always_draft` is off): speed is against full depth: the
+median over rounds in turn, each with the full one beside it (and the lowest and highest), behind a few rounds in which
+kernels are compiled and the engine finds out.
 
 Several processes with a part each and the same `--lock FILE` compile at the same time and measure one after the other.
 """
@@ -177,13 +178,15 @@ class Bench:
         """Full depth and drafts, round by round in turn."""
         rows, stack, threshold, engines = pair
         found: dict[str, list[tuple[list[Result], float]]] = {name: [] for name in engines}
-        for _ in range(self.rounds):
-            for name, engine in engines.items():
-                found[name].append(self.run(engine, rows))
-        rates = {
-            name: statistics.median(sum(len(r.tokens) for r in results) / seconds for results, seconds in runs)
+        for number in range(self.rounds):
+            for name in sorted(engines, reverse=number % 2 == 0):  # neither is always the first
+                found[name].append(self.run(engines[name], rows))
+        rated = {
+            name: [sum(len(r.tokens) for r in results) / seconds for results, seconds in runs]
             for name, runs in found.items()
         }
+        rates = {name: statistics.median(each) for name, each in rated.items()}
+        ratios = sorted(ours / full for ours, full in zip(rated["drafts"], rated["full"], strict=True))
         drafted = [result for results, _ in found["drafts"] for result in results]
         alone = [r.tokens for r in found["full"][0][0]]
         ours = [r.tokens for r in found["drafts"][0][0]]
@@ -194,7 +197,8 @@ class Bench:
             "batch_size": rows * stack,
             "tokens_per_s": round(rates["drafts"], 1),
             "full_tokens_per_s": round(rates["full"], 1),
-            "speed_against_full": round(rates["drafts"] / rates["full"], 3),
+            "speed_against_full": round(statistics.median(ratios), 3),
+            "rounds_from_to": [round(ratios[0], 3), round(ratios[-1], 3)],
             "requests": len(ours),
             "same_text": sum(a == b for a, b in zip(ours, texts, strict=False)),
             "same_text_as_full_of_these_rows": sum(a == b for a, b in zip(ours, alone, strict=True)),

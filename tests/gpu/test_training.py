@@ -168,16 +168,19 @@ def test_a_compiled_bf16_run_learns_and_resumes(tmp_path: Path, capture: bool) -
     assert again.validation == pytest.approx(whole.validation, rel=1e-2)
 
 
-@pytest.mark.parametrize(("recursions", "words", "draft"), [(1, 0, 0), (3, 0, 0), (1, 40, 0), (1, 40, 3)])
-def test_captured_steps_are_steps(recursions: int, words: int, draft: int) -> None:
+@pytest.mark.parametrize(
+    ("recursions", "words", "draft", "taught"),
+    [(1, 0, 0, True), (1, 0, 0, False), (3, 0, 0, False), (1, 40, 0, False), (1, 40, 3, False)],
+)
+def test_captured_steps_are_steps(recursions: int, words: int, draft: int, taught: bool) -> None:
     """Replayed passes leave the losses and weights that passes leave which are run one by one, also those of an exit that
-    learns among some words, and of a draft layer."""
+    learns among some words, of a draft layer, and beside a teacher."""
     from fathomlm.depth import build_routing
     from fathomlm.train.data.loader import Batch
     from fathomlm.train.distributed import World
     from fathomlm.train.loop import Stepper
     from fathomlm.train.optim import build_optimizer, choose_trained
-    from fathomlm.train.recipe import Recipe
+    from fathomlm.train.recipe import DistillRecipe, Recipe
     from fathomlm.train.schedule import LearningRate
 
     shape = {"layers": 5, "hidden": 128, "intermediate": 256, "heads": 4, "kv_heads": 2, "head_dim": 32, "vocab": 512}
@@ -185,7 +188,11 @@ def test_captured_steps_are_steps(recursions: int, words: int, draft: int) -> No
     if recursions > 1:
         plan = DepthPlan.build("middle-cycle", 3, 5).with_routing(build_routing("expert", 3))
     exits = ExitRecipe(at=[2], coefficient=1.0, distill="forward_kl", adapter_rank=8, classifier=True, exit_vocab=words)
-    loss, own = LossRecipe(exits=exits if words else None), {"exit_adapter": 8, "exit_classifier": True} if words else {}
+    distill = DistillRecipe(source="teacher") if taught else None
+    loss, own = (
+        LossRecipe(exits=exits if words else None, distill=distill),
+        {"exit_adapter": 8, "exit_classifier": True} if words else {},
+    )
     plan = plan.with_exits((1,)) if words else plan
     if draft:
         plan, own = plan.with_exits((), draft=True), {}
@@ -201,7 +208,12 @@ def test_captured_steps_are_steps(recursions: int, words: int, draft: int) -> No
         choose_trained(decoder, "exits" if words else "all")
         decoder.to(CUDA).compile_for_training()
         recipe = Recipe(precision="bf16", capture=capture, train="exits" if words else "all", loss=loss)
-        objective = Objective(decoder, recipe.loss)
+        teacher = None
+        if taught:
+            teacher = Decoder(Architecture(family="llama", **shape), plan)
+            teacher.reset_parameters()
+            teacher.to(CUDA).requires_grad_(False).compile_for_training()
+        objective = Objective(decoder, recipe.loss, teacher=teacher)
         objective.compile_parts()
         optimizer = build_optimizer(objective, recipe.optimizer)
         world = World(0, 1, torch.device(CUDA))

@@ -168,6 +168,7 @@ def test_within_fifteen_percent_on_a_real_clock(kind: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.parametrize("kind", ["whole", "routed", "exits"])
 def test_within_fifteen_percent_on_a_gpu(kind: str) -> None:
     """Recorded decode_steps, and a host that runs behind."""
