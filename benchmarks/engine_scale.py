@@ -34,7 +34,7 @@ from fathomlm.checkpoints.resolve import load
 from fathomlm.decode.sampling import Sampling
 from fathomlm.engine.options import EngineOptions
 from fathomlm.engine.request import Request
-from fathomlm.engine.runner import ample_memory
+from fathomlm.engine.sizing import ample_memory
 from fathomlm.kernels.quantized import GPU_KINDS, Kind
 from fathomlm.lab.bench.floor import decode_step_bytes, finish, size_of
 from fathomlm.lab.bench.measure import Timing

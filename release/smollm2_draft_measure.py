@@ -23,7 +23,7 @@ from fathomlm.decode.sampling import Sampling
 from fathomlm.engine.engine import Engine
 from fathomlm.engine.options import EngineOptions
 from fathomlm.engine.request import Request, Result
-from fathomlm.engine.runner import ample_memory
+from fathomlm.engine.sizing import ample_memory
 from fathomlm.lab.common import environment, free_memory
 
 PASSAGE, BEGINNING = 300, 48

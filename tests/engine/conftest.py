@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from fathomlm.engine import runner
+from fathomlm.engine import sizing
 
 
 @pytest.fixture(autouse=True)
 def _little_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a test says nothing, a KV cache has room for a quarter of what all sequences may need."""
-    monkeypatch.setattr(runner, "CPU_ROOM", 0)
+    monkeypatch.setattr(sizing, "CPU_ROOM", 0)

@@ -17,7 +17,7 @@ from fathomlm.decode.exiting import Exiting
 from fathomlm.engine import layers
 from fathomlm.engine.engine import Engine
 from fathomlm.engine.options import EngineOptions
-from fathomlm.engine.runner import ample_memory
+from fathomlm.engine.sizing import ample_memory
 from fathomlm.errors import OptionError
 from fathomlm.kernels import row_qkv
 from fathomlm.kernels.gathered_attention import GatheredPages
@@ -179,13 +179,13 @@ def test_other_types_are_refused(kind: Any) -> None:
 
 
 def test_a_gpu_that_does_not_know_float8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fathomlm.engine.runner import _check_entries
+    from fathomlm.engine.sizing import check_entries
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "an older GPU")
     cuda = torch.device("cuda")
     with pytest.raises(OptionError, match=r"8\.9 or later; an older GPU has 8\.6"):
-        _check_entries(EngineOptions(kv_dtype="fp8"), cuda)
-    _check_entries(EngineOptions(), cuda)
+        check_entries(EngineOptions(kv_dtype="fp8"), cuda)
+    check_entries(EngineOptions(), cuda)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    _check_entries(EngineOptions(kv_dtype="fp8"), cuda)
+    check_entries(EngineOptions(kv_dtype="fp8"), cuda)

@@ -13,7 +13,7 @@ import torch
 from decode.exit_models import LLAMA, LOOP, MODELS, build, exiting, mixing_threshold
 from fathomlm.depth import DepthPlan
 from fathomlm.depth.sharing import STRATEGIES
-from fathomlm.engine import runner
+from fathomlm.engine import sizing
 from fathomlm.engine.engine import Engine
 from fathomlm.engine.kv_pages import AttentionMetadata, KVPages
 from fathomlm.engine.layout import Layout, build_layout
@@ -165,7 +165,7 @@ def test_an_exit_program_that_counts_planes_wrongly_is_found(name: str) -> None:
 def test_there_is_room_for_every_sequence_unless_it_is_too_much(
     room: int, part: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner, "CPU_ROOM", room)
+    monkeypatch.setattr(sizing, "CPU_ROOM", room)
     engine = Engine(build("vanilla"), page_size=4, batch_size=8, max_length=48, prefix_caching=False)
     assert engine.runner.sizes.pool_pages == (8 * 12 * part,)
     results = engine.generate([[3, 5, 7]] * 8, max_new_tokens=40, ignore_eos=True)
@@ -182,4 +182,4 @@ def test_what_an_unloaded_model_had_is_free_for_the_next(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[0], 200))
-    assert runner.room(torch.device("cuda", 0)) == 80
+    assert sizing.room(torch.device("cuda", 0)) == 80

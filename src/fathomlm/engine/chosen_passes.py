@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 from fathomlm.engine.programs.base import BAD, ENDED, FLAGS, NEXT, SLOT, VALID, WAITING
 from fathomlm.engine.programs.exits import ExitProgram
-from fathomlm.engine.runner import Runner, Sizes
+from fathomlm.engine.runner import Runner
+from fathomlm.engine.sizing import Sizes
 
 TOGETHER = 2
 """The most passes that are started together: a deep one, and the shallow one behind it."""

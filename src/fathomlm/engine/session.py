@@ -20,7 +20,7 @@ from fathomlm.decode.sampling import Sampling
 from fathomlm.engine.engine import Engine
 from fathomlm.engine.options import EngineOptions
 from fathomlm.engine.request import Event, Request, Result, TokenEvent
-from fathomlm.engine.runner import ample_memory, layout_for, settled_exiting
+from fathomlm.engine.sizing import ample_memory, layout_for, settled_exiting
 from fathomlm.errors import FathomError, UnsupportedModel
 from fathomlm.interrupts import no_interrupts
 from fathomlm.model.route import DepthControl

@@ -28,8 +28,9 @@ from fathomlm.engine.engine import Engine
 from fathomlm.engine.options import EngineOptions
 from fathomlm.engine.programs.base import ENDED, VALID, SamplingVariant
 from fathomlm.engine.request import Event, Request
-from fathomlm.engine.runner import BURST, Runner, ample_memory
+from fathomlm.engine.runner import Runner
 from fathomlm.engine.schedule import Placement
+from fathomlm.engine.sizing import BURST, ample_memory
 from fathomlm.lab.bench.models import random_model
 from fathomlm.lab.bench.options import Host
 from fathomlm.lab.bench.timed import StageClock, clock_methods

@@ -16,7 +16,7 @@ from fathomlm.decode.exiting import Exiting, Mode
 from fathomlm.decode.prompts import encode_prompts
 from fathomlm.depth import DepthPlan
 from fathomlm.engine.options import EngineOptions
-from fathomlm.engine.runner import ample_memory
+from fathomlm.engine.sizing import ample_memory
 from fathomlm.errors import FathomError, OptionError
 from fathomlm.lab.bench.floor import reading_speed
 from fathomlm.lab.bench.measure import DepthChoice, Measurement, Timing, measure

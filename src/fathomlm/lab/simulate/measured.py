@@ -28,8 +28,8 @@ from fathomlm.engine.options import EngineOptions
 from fathomlm.engine.programs.exits import ExitProgram
 from fathomlm.engine.programs.routed import RoutedProgram
 from fathomlm.engine.request import Request
-from fathomlm.engine.runner import ample_memory
 from fathomlm.engine.schedule import SchedulerOutput
+from fathomlm.engine.sizing import ample_memory
 from fathomlm.errors import OptionError
 from fathomlm.lab.bench.floor import finish
 from fathomlm.lab.bench.models import random_model, with_context
