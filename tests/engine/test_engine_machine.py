@@ -172,28 +172,37 @@ class Ask:
 
 
 def references(kind: str, asks: list[Ask]) -> list[Right]:
-    """What each request says when it may say as much as any here; a shorter one says the beginning of it. The reference
-    decoder reads its prompts together: that a batch is what its rows are alone is tested in tests/decode."""
+    """What each request says when it may say as much as any here; a shorter one says the beginning of it. Prompts are read
+    together: that a batch is what its rows are alone is tested in tests/decode and test_engine.py."""
     drafts = kind.startswith("drafts")
-    found = {ask: drawn_alone(kind, ask) for ask in asks if drafts or ask.seed is not None}
-    for threshold in {ask.threshold: None for ask in asks if ask not in found}:
-        those = [ask for ask in asks if ask not in found and ask.threshold == threshold]
-        setting = leaving(kind, threshold)
-        results = generate(model(kind), [list(ask.prompt) for ask in those], max_new_tokens=MOST_NEW, exiting=setting)
-        for ask, right in zip(those, results, strict=True):
-            found[ask] = Right(right.tokens, right.finish, right.depths or right.exit_layers, right.confidences)
+    groups: dict[tuple[bool, Threshold | None], list[Ask]] = {}
+    for ask in asks:
+        groups.setdefault((drafts or ask.seed is not None, None if drafts else ask.threshold), []).append(ask)
+    found: dict[Ask, Right] = {}
+    for (draws, threshold), those in groups.items():
+        setting = None if drafts else leaving(kind, threshold)
+        found |= zip(those, (drawn_at_leisure if draws else greedy)(kind, those, setting), strict=True)
     return [found[ask] for ask in asks]
 
 
-def drawn_alone(kind: str, ask: Ask) -> Right:
-    """The reference decoder draws otherwise; that tokens are drawn rightly is tested in test_sampler.py. Here: alone and at
-    leisure, in pages that nobody else wants. What is drafted and verified is what the whole model says."""
+def greedy(kind: str, asks: list[Ask], setting: Exiting | None) -> list[Right]:
+    results = generate(model(kind), [list(ask.prompt) for ask in asks], max_new_tokens=MOST_NEW, exiting=setting)
+    return [Right(right.tokens, right.finish, right.depths or right.exit_layers, right.confidences) for right in results]
+
+
+def drawn_at_leisure(kind: str, asks: list[Ask], setting: Exiting | None) -> list[Right]:
+    """The reference decoder draws otherwise; that tokens are drawn rightly is tested in test_sampler.py. Here: all at once,
+    in pages that nobody else wants. What is drafted and verified is what the whole model says."""
     drafts = kind.startswith("drafts")
-    sizes = {} if drafts else {"exiting": leaving(kind, ask.threshold), "max_sequences": 3}
-    engine = Engine(model(kind), batch_size=3, prefix_caching=False, **sizes)
-    alone = engine.generate([list(ask.prompt)], Sampling(max_new_tokens=ask.new, **drawn(kind, ask.seed)))[0]
-    depths, confidences = (None, None) if drafts else (alone.depths, alone.confidences)
-    return Right(alone.tokens, alone.finish.reason, depths, confidences)
+    sizes = {"batch_size": len(asks), "max_sequences": len(asks), "memory": 10**7, "prefix_caching": False}
+    engine = Engine(model(kind), exiting=setting, **sizes)
+    samplings = [Sampling(max_new_tokens=ask.new, **drawn(kind, ask.seed)) for ask in asks]
+    results = engine.run([Request(id=i, prompt=ask.prompt, sampling=samplings[i]) for i, ask in enumerate(asks)])
+    assert engine.counters().preemptions == 0
+    return [
+        Right(one.tokens, one.finish.reason, *((None, None) if drafts else (one.depths, one.confidences)))
+        for one in results
+    ]
 
 
 @dataclass
