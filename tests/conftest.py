@@ -67,6 +67,16 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> None:
+    """Programs that tests start need not import again what the test files imported."""
+    items = getattr(session, "items", ())  # none where workers have them
+    if "forked" in sys.modules or any("start_python" in getattr(item, "fixturenames", ()) for item in items):
+        from forked import fork_server_here
+
+        fork_server_here()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _no_fsync() -> Iterator[None]:
     """No test cuts the power, and what is asked of the disk otherwise is tested in faults/ with a disk of its own: nothing

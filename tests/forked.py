@@ -1,5 +1,5 @@
 """Python programs in processes of their own that start at once: each is forked from a process that has already imported
-torch and what the commands need, which takes seconds. Signals, kills, limits and exit codes are real ones."""
+torch and what the commands need, which takes some ten seconds. Signals, kills, limits and exit codes are real ones."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ import os
 import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
+from unittest import mock
 
 CONTEXT = multiprocessing.get_context("forkserver")
 PRELOADED = (
@@ -18,6 +21,29 @@ PRELOADED = (
     "fathomlm.model", "fathomlm.serve.server", "fathomlm.train.run", "fathomlm.train.data.prepare",
 )  # fmt: skip
 CONTEXT.set_forkserver_preload([__name__, *PRELOADED])
+
+
+def fork_server_here() -> None:
+    """Make the process that programs are forked from a fork of this one, which has imported most of that already. To be
+    called before anything has run that starts threads: a fork has none of them, and what they hold it never gets."""
+
+    def fork(path: str, arguments: list[str], handles: list[int]) -> int:
+        if child := os.fork():
+            return child
+        try:
+            util.spawnv_passfds = spawn
+            for handle in map(int, os.listdir("/proc/self/fd" if os.path.isdir("/proc/self/fd") else "/dev/fd")):
+                if handle > 2 and handle not in handles:
+                    with suppress(OSError):
+                        os.close(handle)
+            exec(arguments[-1], {})
+        finally:
+            os._exit(1)
+
+    resource_tracker.ensure_running()
+    spawn = util.spawnv_passfds
+    with mock.patch.object(util, "spawnv_passfds", fork):
+        forkserver.ensure_running()
 
 
 class Forked:
@@ -71,6 +97,9 @@ def _run(
     for number, end in enumerate(ends, 1):
         os.dup2(end.fileno(), number)
         end.close()
+    # Of its own, since pytest's may still be there.
+    sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", encoding="utf-8", buffering=1, closefd=False)  # noqa: SIM115
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
