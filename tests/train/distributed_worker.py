@@ -188,7 +188,7 @@ JOBS = {f.__name__: f for f in (train, traffic, step_traffic, gradient_memory, l
 def main(jobs: str) -> None:
     path = Path(jobs)
     torch.set_num_threads(1)
-    with join("cpu") as world:
+    with join("cpu") as world, mock.patch.object(os, "fsync"):
         results = {}
         for name, job in json.loads(path.read_text()).items():
             results[name] = JOBS[job.pop("do")](world, **job)

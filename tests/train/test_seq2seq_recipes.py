@@ -55,6 +55,8 @@ def test_the_thesis_settings(name):
     assert (recipe.optimizer.kind, recipe.optimizer.lr) == ("adafactor", 1e-4)
     assert recipe.loss.layerwise is not None
     assert (recipe.loss.exits.at, recipe.loss.layerwise.shallow, recipe.loss.layerwise.mapping) == ([6], 6, "dyna")
+    if model in [THESIS[other][0] for other in THESIS][: list(THESIS).index(name)]:
+        return  # the same model; that every recipe can be dry run is tested in test_estimate.py
     found = estimate(recipe, rows_in_epoch=1000)
     assert found.total_parameters == {"t5-large": 737_668_096, "mt5-large": 1_229_581_312}.get(model, 247_587_456)
     assert found.trainable_parameters == found.total_parameters
