@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from forked import Forked
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
@@ -109,27 +109,14 @@ from fathomlm.options import check
 from fathomlm.train.recipe import DistillRecipe
 check(DistillRecipe(source="teacher", kind="squared"))
 """
-FORKS = """
-import os, sys, traceback
-import gguf, torch
-from transformers import AutoModelForSeq2SeqLM, GenerationMixin, LongT5Model, MT5Model, PreTrainedModel, T5Model
-
-for place in sys.argv[1:]:
-    child = os.fork()
-    if child == 0:
-        os.chdir(place)
-        sys.path.insert(0, os.path.join(place, "src"))
-        with open("said", "w", encoding="utf-8") as said:
-            os.dup2(said.fileno(), 2)
-            try:
-                exec(compile(open("check.py", encoding="utf-8").read(), "check.py", "exec"), {"__name__": "__main__"})
-                print("OK", file=said)
-            except BaseException:
-                traceback.print_exc(file=said)
-        os._exit(0)
-    os.waitpid(child, 0)
+CHECK = """
+import sys
+for name in [name for name in sys.modules if name.split(".")[0] == "fathomlm"]:
+    del sys.modules[name]
+sys.path.insert(0, "src")
+exec(compile(open("check.py", encoding="utf-8").read(), "check.py", "exec"), {"__name__": "__main__"})
 """
-"""Each check in a process of its own, all forked from one that has imported what takes seconds and nothing of ours."""
+"""In a process of its own that has imported what takes seconds, and then anew what is ours."""
 CASES = {
     "A relaxation": (RELAXATION, 3),
     "A router": (ROUTER, 3),
@@ -179,26 +166,19 @@ def apply(root: Path, kind: str, name: str, code: str) -> None:
     path.write_text(text[:start] + patched(text[start:], code), encoding="utf-8")
 
 
-@pytest.fixture(scope="module")
-def tried(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A copy for each example, with the example in it, and what its check said in `said`, which ends in OK."""
-    places = {title: tmp_path_factory.mktemp("copy") for title in CASES}
-    for title, place in places.items():
-        ignored = shutil.ignore_patterns("*.safetensors")  # bytecode goes along, so that nothing is compiled anew
-        shutil.copytree(ROOT / "src" / "fathomlm", place / "src" / "fathomlm", ignore=ignored)
-        for block in blocks(title):
-            apply(place, *block)
-        (place / "check.py").write_text(SETUP + CASES[title][0], encoding="utf-8")
-    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = [sys.executable, "-c", FORKS, *map(str, places.values())]
-    subprocess.run(command, env=clean | {"OMP_NUM_THREADS": "1"}, check=True)
-    return places
-
-
 @pytest.mark.parametrize("title", CASES)
-def test_an_example_works_and_touches_few_files(title: str, tried: dict[str, Path]) -> None:
+def test_an_example_works_and_touches_few_files(
+    title: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start_python: Callable[..., Forked]
+) -> None:
     examples = blocks(title)
     assert len({name for _, name, _ in examples}) == len(examples) <= CASES[title][1] <= 3
     assert sum(code.count("\n") for _, _, code in examples) < 60
-    said = (tried[title] / "said").read_text(encoding="utf-8")
-    assert said.endswith("OK\n"), said[-3000:]
+    ignored = shutil.ignore_patterns("*.safetensors")  # bytecode goes along, so that nothing is compiled anew
+    shutil.copytree(ROOT / "src" / "fathomlm", tmp_path / "src" / "fathomlm", ignore=ignored)
+    for block in examples:
+        apply(tmp_path, *block)
+    (tmp_path / "check.py").write_text(SETUP + CASES[title][0], encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    check = start_python(CHECK)
+    _, said = check.communicate()
+    assert check.returncode == 0, said[-3000:]

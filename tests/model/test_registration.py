@@ -62,6 +62,7 @@ AUTO_CLASSES_FIRST = """
 import os
 import sys
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+from transformers import GenerationMixin, PreTrainedModel, T5Model  # which takes seconds, and each child would import anew
 directories = sys.argv[1:]
 for fathomlm in "unasked", "missing", "imported":
     sys.stdout.flush()
