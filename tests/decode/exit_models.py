@@ -86,7 +86,9 @@ MAIN = ("vanilla", "lora", "gemma3")
 OTHERS = tuple(name for name in MODELS | OWN_LAYERS if name not in MAIN)
 PROMPTS = [[5, 9, 33, 7, 81, 2, 64, 13, 50], [17], [3, 90, 11, 42]]
 MANY = [*PROMPTS, [44, 2]]
-NEW = 8
+NEW = 6
+MEASURED = 8
+"""Tokens that thresholds are chosen from."""
 SAMPLED = {"temperature": 0.9, "top_k": 40, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.2, "seed": 7}
 
 
@@ -126,7 +128,10 @@ def exiting(name: str, mode: str, **options: Any) -> Exiting:
 def mixing_threshold(name: str, part: float = 0.5, confidence: str = "gap") -> float:
     """A threshold that about this part of the confidences is below, well between two of them: no rounding moves it."""
     results = generate(
-        build(name), PROMPTS, max_new_tokens=NEW, exiting=exiting(name, "parallel", threshold=1.0, confidence=confidence)
+        build(name),
+        PROMPTS,
+        max_new_tokens=MEASURED,
+        exiting=exiting(name, "parallel", threshold=1.0, confidence=confidence),
     )
     found = sorted(confidence for result in results for confidence in result.confidences or ())
     near = range(int(part * len(found)) - 4, int(part * len(found)) + 4)

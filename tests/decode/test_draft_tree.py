@@ -104,7 +104,7 @@ def test_every_draft_is_what_the_layer_says_there(monkeypatch: pytest.MonkeyPatc
                 torch.testing.assert_close(node.full_V, right, rtol=1e-4, atol=1e-4)
                 looked_at += 1
             level = [child for node in level for child in node.children]
-    assert looked_at > 100
+    assert looked_at > 50
 
 
 @torch.inference_mode()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from decode.exit_models import LLAMA, MANY, NEW, PROMPTS, build, exit_layer, exiting, mixing_threshold
+from decode.exit_models import LLAMA, MANY, MEASURED, NEW, PROMPTS, build, exit_layer, exiting, mixing_threshold
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.full import Generation, generate
 from fathomlm.decode.sampling import Sampling
@@ -37,7 +37,7 @@ SMALL: dict[str, Any] = {"page_size": 4, "batch_size": 4, "max_sequences": 6, "p
 def threshold(name: str, layers: tuple[int, ...], confidence: str = "gap") -> float:
     """Well between two confidences of any of the exits, about half of them below it: no rounding moves it."""
     never = [Exiting(mode="parallel", exit_layers=(layer,), threshold=1.0, confidence=confidence) for layer in layers]
-    results = [r for one in never for r in generate(model(name), MANY, max_new_tokens=NEW, exiting=one)]
+    results = [r for one in never for r in generate(model(name), MANY, max_new_tokens=MEASURED, exiting=one)]
     found = sorted(sure for result in results for sure in result.confidences or ())
     middle = found[len(found) // 3 : 2 * len(found) // 3]
     low, high = max(pairwise(middle), key=lambda pair: pair[1] - pair[0])
@@ -127,15 +127,16 @@ def test_with_one_sequence_the_host_chooses_passes(mode: str, name: str, sizes: 
     monkeypatch.setattr(engine.runner, "launch", lambda **given: passes.append(given["only"]) or launch(**given))
     ways: Any = (({}, MANY), ({"temperature": 0.8, "seed": 3}, MANY[:2]))
     for settings, prompts in ways:
-        many = Engine(model(name), exiting=setting, always_draft=True, **SMALL)
         alone = [engine.generate([prompt], max_new_tokens=NEW, **settings)[0] for prompt in prompts]
-        beside = many.generate(prompts, max_new_tokens=NEW, **settings)
-        assert [(r.tokens, r.finish.reason) for r in alone] == [(r.tokens, r.finish.reason) for r in beside]
-        if mode != "speculative":
-            assert [r.depths for r in alone] == [r.depths for r in beside]
-        if not settings:
+        if settings:
+            many = Engine(model(name), exiting=setting, always_draft=True, **SMALL)
+            beside = many.generate(prompts, max_new_tokens=NEW, **settings)
+            assert [(r.tokens, r.finish.reason) for r in alone] == [(r.tokens, r.finish.reason) for r in beside]
+            assert mode == "speculative" or [r.depths for r in alone] == [r.depths for r in beside]
+        else:
             wanted = reference(name, setting)
-            assert [r.tokens for r in alone] == [w.tokens for w in wanted]
+            assert [(r.tokens, r.finish.reason) for r in alone] == [(w.tokens, w.finish) for w in wanted]
+            assert mode == "speculative" or [r.depths for r in alone] == [w.exit_layers for w in wanted]
             deep = sum(kind == "deep" for kind, _ in passes)
             most = sum(w.exits.deep_passes or 0 for w in wanted if w.exits)
             assert 0 < deep <= (most if mode != "state-copy" else sum(len(w.tokens) for w in wanted))

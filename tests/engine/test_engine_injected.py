@@ -22,7 +22,7 @@ from fathomlm.model.hub import FathomForCausalLM
 from model.route.small import LLAMA, WINDOWS, model_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-NEW = 9
+NEW = 7
 PROMPTS = MANY[:5]
 SMALL: dict[str, Any] = {"page_size": 4, "batch_size": 3, "prefill_chunk": 5, "max_length": 48}
 FOUR = DepthPlan.build("middle-cycle", 4, 8, ends=(2, 2))

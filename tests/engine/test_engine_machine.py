@@ -200,8 +200,7 @@ def drawn_at_leisure(kind: str, asks: list[Ask], setting: Exiting | None) -> lis
     results = engine.run([Request(id=i, prompt=ask.prompt, sampling=samplings[i]) for i, ask in enumerate(asks)])
     assert engine.counters().preemptions == 0
     return [
-        Right(one.tokens, one.finish.reason, *((None, None) if drafts else (one.depths, one.confidences)))
-        for one in results
+        Right(one.tokens, one.finish.reason, *((None, None) if drafts else (one.depths, one.confidences))) for one in results
     ]
 
 

@@ -27,7 +27,7 @@ from model.route.small import KV, LLAMA, LOOPS, VOCAB, WINDOWS, model_of, routed
 from pairwise import in_turn
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-NEW = 9
+NEW = 7
 PROMPTS = MANY[:4]
 PREFIX = Relaxation(kind="prefix", prefix_length=3)
 """No size of pages but one divides it."""
@@ -100,7 +100,7 @@ def test_routed_models(architecture: str, kv: str, loop: str) -> None:
 def threshold(name: str, layers: tuple[int, ...]) -> float:
     """Well between two confidences of the exits, about half of them below it: no rounding moves it."""
     never = [Exiting(mode="parallel", exit_layers=(layer,), threshold=1.0) for layer in layers]
-    results = [r for one in never for r in generate(model(name), PROMPTS, max_new_tokens=NEW, exiting=one)]
+    results = [r for one in never for r in generate(model(name), PROMPTS, max_new_tokens=9, exiting=one)]
     found = sorted(sure for result in results for sure in result.confidences or ())
     low, high = max(pairwise(found[len(found) // 3 : 2 * len(found) // 3]), key=lambda pair: pair[1] - pair[0])
     return (low + high) / 2
@@ -170,7 +170,7 @@ def test_encoders_at_full_depth(name: str) -> None:
 def test_common_beginnings_and_preemption() -> None:
     """Pages of prefixes are nobody's: sequences share, copy and give away the others."""
     made = model_of(routed(), PREFIX, WINDOWS)
-    prompts = [PROMPTS[2], [*PROMPTS[2][:13], 5], [*PROMPTS[2], 8, 9], PROMPTS[2], MANY[7], [*MANY[7][:10], 1, 2]]
+    prompts = [PROMPTS[2], [*PROMPTS[2][:13], 5], [*PROMPTS[2], 8, 9], PROMPTS[2], MANY[-1], [*MANY[-1][:10], 1, 2]]
     wanted = said(generate(made, prompts, max_new_tokens=NEW))
     roomy = Engine(made, **SMALL)
     for _ in range(2):

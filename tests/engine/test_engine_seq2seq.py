@@ -28,7 +28,7 @@ from parity.t5_models import write_tiny_t5
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-NEW = 8
+NEW = 6
 SOURCES = [[5, 9, 2, 7, 11, 3], [8, 8, 1], [4, 3, 2, 6, 10, 12, 14, 9, 1], [7], [20, 6, 6, 18, 1], [5, 9, 2, 7, 1]]
 SMALL: dict[str, Any] = {"page_size": 4, "batch_size": 3, "max_length": 20, "max_source": 12}
 GATED = {"gated": True, "activation": "gelu_tanh"}
@@ -55,7 +55,7 @@ def model(name: str) -> FathomForSeq2SeqLM:
 def threshold(name: str, layers: tuple[int, ...]) -> float:
     """Well between two confidences of the exits, about half of them below it: no rounding moves it."""
     never = [Exiting(mode="parallel", exit_layers=(layer,), threshold=1.0) for layer in layers]
-    results = [r for one in never for r in generate(model(name), SOURCES, max_new_tokens=NEW, exiting=one, ignore_eos=True)]
+    results = [r for one in never for r in generate(model(name), SOURCES, max_new_tokens=8, exiting=one, ignore_eos=True)]
     found = sorted(sure for result in results for sure in result.confidences or ())
     low, high = max(pairwise(found[len(found) // 3 : 2 * len(found) // 3]), key=lambda pair: pair[1] - pair[0])
     return (low + high) / 2
@@ -153,10 +153,10 @@ def test_a_source_is_encoded_once_and_again_after_a_preemption(mode: Any) -> Non
     )
     size = page_bytes(made.architecture, 4, 2, torch.float32)
     room: dict[str, Any] = {"batch_size": 3, "page_size": 2, "max_length": 12, "max_source": 10, "memory": 12 * size}
-    wanted = generate(made, SOURCES, max_new_tokens=NEW, exiting=setting, ignore_eos=True)
+    wanted = generate(made, SOURCES, max_new_tokens=8, exiting=setting, ignore_eos=True)
     read.clear()
     engine = Engine(made, exiting=setting, always_draft=True, prefill_chunk=7, **room)
-    results = engine.generate(SOURCES, max_new_tokens=NEW, ignore_eos=True)
+    results = engine.generate(SOURCES, max_new_tokens=8, ignore_eos=True)
     hook.remove()
     assert [r.tokens for r in results] == [w.tokens for w in wanted]
     preempted = sum(result.preemptions for result in results)

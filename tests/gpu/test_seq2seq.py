@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.test_engine_seq2seq import NEW, ROUTED, SOURCES, model, routed, threshold
+from engine.test_engine_seq2seq import ROUTED, SOURCES, model, routed, threshold
 from fathomlm.cache import build_cache
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.full import generate
@@ -26,7 +26,7 @@ from fathomlm.train.reading import build_recipe
 from fathomlm.train.run import train
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-CUDA = "cuda"
+CUDA, NEW = "cuda", 8
 MODES = ("full", "static", "parallel", "state-copy", "speculative")
 
 
