@@ -57,7 +57,7 @@ def weights(model: Any) -> dict[str, Tensor]:
 def said(model: Any, mode: str, **options: Any) -> list[tuple[int, ...]]:
     exit = model.plan.exits[0] + 1
     exiting = None if mode == "full" else Exiting(mode=mode, exit_layers=(exit,), **options)  # type: ignore[arg-type]
-    return [row.tokens for row in generate(model, PROMPTS, max_new_tokens=10, exiting=exiting)]
+    return [row.tokens for row in generate(model, PROMPTS, max_new_tokens=6, exiting=exiting)]
 
 
 def rewrite(pack: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:

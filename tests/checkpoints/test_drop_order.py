@@ -31,13 +31,13 @@ def measured_rows(base: Any) -> torch.Tensor:
 
 
 def loss_without(base: Any, gone: list[int], rows: torch.Tensor) -> float:
-    """By the steps that are left, one row at a time."""
+    """By the steps that are left."""
     kept = [step for step in base.plan.steps if step.layer not in gone]
     whole = base.decoder.plan
     base.decoder.plan = type("Few", (), {"__getattr__": lambda _, n: getattr(whole, n), "__iter__": lambda _: iter(kept)})()
     try:
         with torch.no_grad():
-            losses = [row_loss(base(row[None]).logits[0], row) for row in rows]
+            losses = [row_loss(logits, row) for logits, row in zip(base(rows).logits, rows, strict=True)]
     finally:
         base.decoder.plan = whole
     return sum(losses) / len(losses)

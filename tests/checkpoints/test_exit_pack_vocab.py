@@ -58,7 +58,7 @@ def test_what_is_written(pack: Path) -> None:
 def test_exits_choose_among_them_and_drafts_are_made_whole(kind: str, tmp_path: Path) -> None:
     model = build(kind)
     base, pack = save(bare(model), tmp_path / "base"), write_pack(model, tmp_path / "pack", exit_vocab=VOCAB)
-    full = [row.tokens for row in generate(load(base), PROMPTS, max_new_tokens=10)]
+    full = [row.tokens for row in generate(load(base), PROMPTS, max_new_tokens=6)]
     again = load(base, exits=pack)
     model.decoder.limit_exits(VOCAB)
     assert vocab_of(again) == RISING
