@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import re
-from functools import cache
-from unittest.mock import patch
 
-import gguf
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -15,6 +12,7 @@ import fathomlm
 from fathomlm.checkpoints.gguf import GGUFCheckpoint
 from fathomlm.decode.prompts import chat_prompt
 from fathomlm.depth.cost import parameter_shapes
+from gguf_reading import read_once
 
 pytestmark = pytest.mark.real
 PROMPTS = ["The capital of France is", "def fibonacci(n):\n    ", "In 1969, the first"]
@@ -27,11 +25,10 @@ def ours(smollm2):
 
 @pytest.fixture(scope="module")
 def theirs(smollm2_path):
-    """As transformers reads it, which reads the file twice and makes its table of names anew for every tensor."""
+    """As transformers reads it."""
     pytest.importorskip("accelerate", reason="transformers needs it to read GGUF files")
     where = {"gguf_file": smollm2_path.name, "dtype": torch.float32}
-    names = cache(gguf.get_tensor_name_map)
-    with patch("gguf.GGUFReader", cache(gguf.GGUFReader)), patch("gguf.get_tensor_name_map", names):
+    with read_once():
         return AutoModelForCausalLM.from_pretrained(smollm2_path.parent, **where).eval()
 
 
