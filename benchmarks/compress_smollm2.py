@@ -252,8 +252,8 @@ def table(record: Record) -> str:
     many = f"tokens_per_s_{record['settings']['rows']}_rows"
     lines = [
         "| model | plan | bytes | FLOPs | tokens/s, one row | "
-        f"tokens/s, {record['settings']['rows']} rows | loss | LAMBADA | HellaSwag |",
-        "|---|---|--:|--:|--:|--:|--:|--:|--:|",
+        f"tokens/s, {record['settings']['rows']} rows | uptrained on | loss (above the original's) | LAMBADA | HellaSwag |",
+        "|---|---|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     models = dict(record["models"])
     if record["best"]["variant"] not in [found["variant"] for found in models.values()]:
@@ -261,18 +261,19 @@ def table(record: Record) -> str:
     for kind, found in models.items():
         speeds = [f"{found[name]:,.0f}" if name in found else "-" for name in ("tokens_per_s_one_row", many)]
         shares = [f"{found[share]:.2f}x" for share in ("bytes_share", "flops_share")]
-        lines.append(_line(kind, f"`{found['variant']}`: {found['layout']}", *shares, *speeds, outcome=found))
+        budget = f"{found['tokens'] / 1e6:.0f}M"
+        lines.append(_line(kind, f"`{found['variant']}`: {found['layout']}", *shares, *speeds, budget, outcome=found))
         for name in (name for name in found if name.startswith("exit_") and name != "exit_rate"):
             rate = f" ({found['exit_rate']:.0%} of those timed did)" if "exit_rate" in found else ""
             place = f"every token leaving after layer {name.removeprefix('exit_')}{rate}"
-            lines.append(_line("", place, "", "", "", "", outcome=found[name]))
+            lines.append(_line("", place, "", "", "", "", "", outcome=found[name]))
     return "\n".join(lines)
 
 
 def _line(*cells: str, outcome: Record) -> str:
     scores = outcome["scores"]
     tasks = (f"{100 * scores[task]:.1f} %" if task in scores else "-" for task in ("lambada_openai", "hellaswag"))
-    loss = f"{outcome['loss']:.3f}"
+    loss = f"{outcome['loss']:.3f}" + (f" (+{outcome['loss_gap']:.2f})" if outcome.get("loss_gap") else "")
     return f"| {' | '.join((*cells, loss, *tasks))} |"
 
 
