@@ -48,7 +48,7 @@ from fathomlm.model.quantize import quantize_layers
 TENSOR_FLOPS = 989e12
 """Dense bfloat16 operations a second of an H100 or H200."""
 PARTS = ("rows", "prefill", "one", "same-bytes", "long", "nano-vllm", "poisson", "bundled", "peer")
-SAME_BYTES = {"vanilla": (64, 96), "mor3": (96, 128), "mor4": (96, 128)}
+SAME_BYTES = {"vanilla": (80, 96, 112), "mor3": (96, 112), "mor4": (96, 112)}
 """Rows to try where memory is what is equal."""
 LOADS = (0.5, 0.8, 0.95)
 SHORT = Sampling(max_new_tokens=2, ignore_eos=True)
