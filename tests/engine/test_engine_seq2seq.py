@@ -16,11 +16,13 @@ from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.full import generate
 from fathomlm.depth import DepthPlan, build_routing
 from fathomlm.depth.relaxation import build_relaxation
+from fathomlm.engine.captured_passes import CapturedPasses
 from fathomlm.engine.engine import Engine
 from fathomlm.engine.kv_pages import page_bytes
 from fathomlm.engine.programs.exits import ExitProgram
 from fathomlm.engine.row_positions import RowPositions
 from fathomlm.engine.session import EngineSession
+from fathomlm.engine.sources import captured_size
 from fathomlm.errors import RequestTooLarge
 from fathomlm.model.seq2seq import FathomForSeq2SeqLM
 from pairwise import pairwise as pairs_of
@@ -295,3 +297,37 @@ def test_a_session_keeps_the_room_that_it_had() -> None:
         session.generate(source, max_new_tokens=new, ignore_eos=True)
         engines.append(session._engine)
     assert engines[1] is engines[2] is engines[3]
+
+
+@pytest.mark.parametrize("name", ["vanilla", "loops, lora", "gated"])
+def test_sources_of_a_few_sizes_are_read_as_they_are(name: str) -> None:
+    """Rows and tokens that stand for nothing, as in a captured pass on a GPU: also where they end behind the table."""
+    work = [*SOURCES, [3] * 12]
+    wanted, found = (Engine(model(name), memory=10**6, **SMALL) for _ in range(2))
+    reader = found.runner._reader
+    assert reader is not None
+    assert reader.short is None
+    reader.short = CapturedPasses(reader._read_padded, captures=False)
+    results = [engine.generate(work, max_new_tokens=NEW, ignore_eos=True) for engine in (wanted, found)]
+    assert {(1, 16), (4, 16)} <= reader.short._met, "some alone, and three with a row that stands for nothing"
+    assert [r.tokens for r in results[1]] == [r.tokens for r in results[0]]
+    assert [r.tokens for r in results[0]] == [
+        r.tokens for r in generate(model(name), work, max_new_tokens=NEW, ignore_eos=True)
+    ]
+
+
+def test_long_sources_and_many_are_no_captured_pass() -> None:
+    assert captured_size(1, 16) == (1, 16)
+    assert captured_size(3, 17) == (4, 32)
+    assert captured_size(4, 512) == (4, 512)
+    assert captured_size(5, 512) is captured_size(33, 1) is captured_size(1, 513) is None
+
+
+def test_an_encoder_reads_padded_sources_as_masked_ones() -> None:
+    made = model("vanilla")
+    tokens = torch.tensor([[5, 9, 2, 7], [8, 8, 0, 0]])
+    lengths = torch.tensor([4, 2])
+    with torch.inference_mode():
+        padded, masked = made.encode_padded(tokens, lengths), made.encode(tokens, torch.arange(4) < lengths[:, None])
+    torch.testing.assert_close(padded[0], masked.states_BSM[0])
+    torch.testing.assert_close(padded[1, :2], masked.states_BSM[1, :2])

@@ -16,6 +16,7 @@ from fathomlm.cache import build_cache
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.full import generate
 from fathomlm.depth import Architecture, DepthPlan
+from fathomlm.engine import runner
 from fathomlm.engine.engine import Engine
 from fathomlm.engine.session import EngineSession
 from fathomlm.model.decoder import Decoder
@@ -131,6 +132,22 @@ def test_the_engine_says_what_the_reference_says(name: str, mode: str, compiled:
             assert [r.depths for r in results] == [w.exit_layers for w in wanted]
         if mode == "speculative":
             assert 0 < engine.totals.accepted <= engine.totals.drafted
+
+
+def test_captured_sources_are_read_as_others_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other and several at once, each size three times: run, captured and replayed."""
+    monkeypatch.setattr(runner, "CAPTURED_SOURCES", True)
+    made = model("gated")
+    work = [*SOURCES, [9, 9, 4, 2], [17, 5]]
+    wanted = generate(made, work, max_new_tokens=NEW, ignore_eos=True)
+    engine = Engine(copy.deepcopy(made).to(CUDA), page_size=16, max_length=20, max_source=12, batch_size=4, memory=10**6)
+    for sources in (work, work, [work[0]], [work[1]], [work[2]], work):
+        found = engine.generate(sources, max_new_tokens=NEW, ignore_eos=True)
+        assert [r.tokens for r in found] == [wanted[work.index(source)].tokens for source in sources]
+    reader = engine.runner._reader
+    assert reader is not None
+    assert reader.short is not None
+    assert {(1, 16), (4, 16)} <= reader.short._graphs.keys()
 
 
 def test_a_session_on_a_gpu_in_half_precision_and_beside_the_cpu() -> None:

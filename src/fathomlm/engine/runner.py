@@ -21,7 +21,8 @@ from torch import Tensor
 from fathomlm.decode.draft_tree import BestShape, TreeShape
 from fathomlm.decode.exiting import Exiting
 from fathomlm.engine.batch_routers import BatchRouters
-from fathomlm.engine.captured_prefill import CapturedPrefill, capturing, sizes_for
+from fathomlm.engine.captured_passes import capturing
+from fathomlm.engine.captured_prefill import CapturedPrefill, sizes_for
 from fathomlm.engine.device_state import EngineState
 from fathomlm.engine.kv_pages import KVPages, entry_dtype
 from fathomlm.engine.layers import PagedLayers
@@ -58,6 +59,8 @@ from fathomlm.model.seq2seq import FathomForSeq2SeqLM
 
 COPIES: dict[str, Copies] = {"state-copy": "state", "entry-copy": "entries"}
 WARM_UPS = 2
+CAPTURED_SOURCES = False
+"""Whether a GPU replays the encoder for a few short sources. Not measured yet: off."""
 BURST_GRAPHS = False
 """Whether a GPU has a whole burst as one graph, with one copy of its results. Not measured yet: off."""
 UNTOLD = -(1 << 62)
@@ -128,7 +131,8 @@ class Runner:
         self._reader: SourceReader | None = None
         if self.state.sources is not None:
             assert encodes is not None, "a decoder that looks at sources comes with its encoder"
-            self._reader = SourceReader(encodes, self.pages, self.state.sources, self.sizes.prefill_chunk)
+            captured = CAPTURED_SOURCES and self._captures
+            self._reader = SourceReader(encodes, self.pages, self.state.sources, self.sizes.prefill_chunk, captured)
         self.sampler = SamplerState(
             self.sizes.max_sequences, decoder.architecture.vocab, self.device, options.max_logprobs,
             penalties=options.penalties,

@@ -13,7 +13,7 @@ import torch
 
 from fathomlm.decode.exiting import BEAM, MOST_DRAFTS, SERVED_MODES, Exiting
 from fathomlm.depth import Architecture, DepthPlan
-from fathomlm.engine.captured_prefill import ONE_AT_A_TIME
+from fathomlm.engine.captured_passes import ONE_AT_A_TIME
 from fathomlm.engine.kv_pages import entry_dtype, pool_page_bytes
 from fathomlm.engine.layout import Layout, build_layout, pool_shares
 from fathomlm.engine.options import EngineOptions

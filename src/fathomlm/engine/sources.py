@@ -14,11 +14,22 @@ import torch
 from torch import Tensor
 
 from fathomlm.decode.prompts import read_sources
+from fathomlm.engine.captured_passes import CapturedPasses
 from fathomlm.engine.kv_pages import AttentionMetadata, KVPages
 from fathomlm.engine.schedule import Placement
 from fathomlm.kernels.paged_write import write_entries
 from fathomlm.model.blocks import CrossBlock
 from fathomlm.model.seq2seq import FathomForSeq2SeqLM
+
+ROWS, LENGTHS, MOST = (1, 2, 4, 8, 16, 32), (16, 32, 64, 128, 256, 512), 2048
+"""Sources and their tokens in passes that are captured, and the most tokens of one: more keep a device busy."""
+
+
+def captured_size(sources: int, longest: int) -> tuple[int, int] | None:
+    """The size of a pass over so many sources, and the tokens of each; None where it is run as it is."""
+    rows = next((rows for rows in ROWS if rows >= sources), None)
+    length = next((length for length in LENGTHS if length >= longest), None)
+    return None if rows is None or length is None or rows * length > MOST else (rows, length)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,22 +61,48 @@ class Sources:
 
 
 class SourceReader:
-    def __init__(self, model: FathomForSeq2SeqLM, pages: KVPages, sources: Sources, most: int) -> None:
-        """At most `most` tokens are encoded at a time, padding included, unless one source has more."""
+    def __init__(
+        self, model: FathomForSeq2SeqLM, pages: KVPages, sources: Sources, most: int, captures: bool = False
+    ) -> None:
+        """At most `most` tokens are encoded at a time, padding included, unless one source has more. With `captures` a few
+        short sources are read as a pass of one of a few sizes, which is captured: an encoder is launched kernel by kernel,
+        which takes the host longer than the device."""
         self.model, self.pages, self.sources, self._most = model, pages, sources, most
+        self.short: CapturedPasses | None = None
+        if captures and model.encodes_padded:
+            self.short = CapturedPasses(self._read_padded, captures=sources.lengths_S.is_cuda)
 
     def read(self, placements: Sequence[Placement]) -> None:
         """Encode the sources of new sequences, whose pages are in the table."""
         for group in self._groups(sorted(placements, key=lambda placement: len(placement.sequence.source))):
-            states_BTM = read_sources(self.model, [placement.sequence.source for placement in group]).states_BSM
-            slots_N = self._places(group, states_BTM)
-            decoder = self.model.decoder
-            for step in decoder.plan:
-                layer = decoder.layer_of(step)
-                assert isinstance(layer, CrossBlock)
-                made = layer.cross.entries(states_BTM, decoder.delta(step))
-                k_NGD, v_NGD = (entries.transpose(1, 2).flatten(0, 1).contiguous() for entries in made)
-                write_entries(k_NGD, v_NGD, *self.pages.at(0, step.index), slots_N)
+            sources, slots = [one.sequence.source for one in group], [one.slot for one in group]
+            size = None if self.short is None else captured_size(len(sources), max(map(len, sources)))
+            if self.short is not None and size is not None:
+                self.short(self._padded(sources, slots, *size), size)
+                continue
+            states_BTM = read_sources(self.model, sources).states_BSM
+            self._store(states_BTM, torch.tensor(slots, device=states_BTM.device))
+
+    def _padded(self, sources: Sequence[Sequence[int]], slots: Sequence[int], rows: int, length: int) -> Tensor:
+        """Each source behind its slot; rows that stand for nothing have the spare slot, whose source has no tokens."""
+        lines = [[slot, *source, *[0] * (length - len(source))] for slot, source in zip(slots, sources, strict=True)]
+        nothing = [len(self.sources.lengths_S) - 1, *[0] * length]
+        return torch.tensor([*lines, *[nothing] * (rows - len(lines))], device=self.sources.lengths_S.device)
+
+    @torch.inference_mode()
+    def _read_padded(self, given_BC: Tensor) -> None:
+        slots_B, tokens_BT = given_BC[:, 0], given_BC[:, 1:]
+        self._store(self.model.encode_padded(tokens_BT, self.sources.lengths_S[slots_B]), slots_B)
+
+    def _store(self, states_BTM: Tensor, slots_B: Tensor) -> None:
+        """Every step's keys and values of what the encoder made."""
+        slots_N, decoder = self._places(slots_B, states_BTM.shape[1]), self.model.decoder
+        for step in decoder.plan:
+            layer = decoder.layer_of(step)
+            assert isinstance(layer, CrossBlock)
+            made = layer.cross.entries(states_BTM, decoder.delta(step))
+            k_NGD, v_NGD = (entries.transpose(1, 2).flatten(0, 1).contiguous() for entries in made)
+            write_entries(k_NGD, v_NGD, *self.pages.at(0, step.index), slots_N)
 
     def _groups(self, placements: Sequence[Placement]) -> Iterator[list[Placement]]:
         """Sources of about one length, as many as may be encoded at once."""
@@ -77,10 +114,10 @@ class SourceReader:
             group.append(placement)
         yield group
 
-    def _places(self, group: Sequence[Placement], states_BTM: Tensor) -> Tensor:
-        """Where each token's entry goes, in whatever plane; -1 for padding."""
-        size, device = self.pages.page_size, states_BTM.device
-        slots_B = torch.tensor([placement.slot for placement in group], device=device)
-        at_T = torch.arange(states_BTM.shape[1], device=device)
-        places_BT = self.sources.table_SP[slots_B][:, at_T // size].long() * size + at_T % size
+    def _places(self, slots_B: Tensor, longest: int) -> Tensor:
+        """Where each token's entry goes, in whatever plane; -1 for padding, which may go on behind the table."""
+        size = self.pages.page_size
+        at_T = torch.arange(longest, device=slots_B.device)
+        page_T = (at_T // size).clamp_max(self.sources.table_SP.shape[1] - 1)
+        places_BT = self.sources.table_SP[slots_B][:, page_T].long() * size + at_T % size
         return torch.where(at_T < self.sources.lengths_S[slots_B][:, None], places_BT, -1).flatten()

@@ -100,6 +100,22 @@ class FathomForSeq2SeqLM(Shell):
         made = self.encoder(inputs_embeds=embedded_BSM, attention_mask=keep_BS.long(), output_hidden_states=hidden)
         return EncoderMemory(made.last_hidden_state, keep_BS.bool()), made.hidden_states if hidden else None
 
+    @property
+    def encodes_padded(self) -> bool:
+        """Whether `encode_padded` may be called: LongT5 makes masks of its own from the positions that count."""
+        return bool(self.config.encoder_config["model_type"] != "longt5")
+
+    def encode_padded(self, tokens_BS: Tensor, lengths_B: Tensor) -> Tensor:
+        """The encoder's output for sources padded on the right, asking the device for nothing, so that it can be captured:
+        transformers looks whether a mask of two dimensions hides anything at all, and takes one of four as it is."""
+        embedded_BSM = self.decoder.embed(tokens_BS)
+        padding_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device) >= lengths_B.clamp_min(1)[:, None]
+        mask_BS = torch.zeros_like(padding_BS, dtype=embedded_BSM.dtype)
+        mask_BS = mask_BS.masked_fill(padding_BS, torch.finfo(mask_BS.dtype).min)
+        mask_B1SS = mask_BS[:, None, None].expand(-1, 1, tokens_BS.shape[1], -1)
+        found: Tensor = self.encoder(inputs_embeds=embedded_BSM, attention_mask=mask_B1SS).last_hidden_state
+        return found
+
     def shift_right(self, labels_BT: Tensor) -> Tensor:
         """What the decoder reads while it learns to say `labels_BT`: the start token, then all labels but the last."""
         start, pad = self.config.decoder_start_token_id, self.config.pad_token_id
