@@ -52,6 +52,16 @@ def test_files_of_another_machine_are_merged_once(tmp_path: Path) -> None:
     assert [(run["variant"], run["status"]) for run in content["runs"]] == [(v, "finished") for v in "abc"]
 
 
+def test_a_finished_run_stands_over_one_that_failed_in_another_study_and_corpora_are_kept_apart(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path)
+    ledger.add("a", [record("x", study="a"), record("y", study="a", data={"mark": "n"})])
+    ledger.add("b", [record("x", study="b", status="failed")])
+    x, y = (record(name)["fingerprint"] for name in "xy")
+    assert {mark: one["status"] for mark, one in ledger.standing().items()} == {x: "finished", y: "finished"}
+    assert list(ledger.standing("m")) == [x]
+    assert list(ledger.standing("n")) == [y]
+
+
 def test_a_file_that_is_no_ledger_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     for text, message in (

@@ -144,6 +144,8 @@ def test_only_takes_a_pattern(values: Values, tmp_path: Path) -> None:
     assert machine.made[4:] == ["plain/short/0", "mor/short/0"]
     with pytest.raises(OptionError, match="--only nothing matches no run; variants: plain, recursive, mor"):
         visit_with(machine, study, tmp_path, only="nothing")
+    with pytest.raises(OptionError, match="--only moor matches no run; variants: plain, recursive, mor"):
+        visit_with(machine, study, tmp_path, only="plain,moor")
 
 
 def test_a_run_of_another_study_with_the_same_settings_is_taken_over(values: Values, tmp_path: Path) -> None:

@@ -29,9 +29,10 @@ from fathomlm.train.data.corpus import Corpus
 
 def run_show(options: ShowStudy) -> int:
     study = read_studies([options.name])[0]
-    known = {record["fingerprint"]: record for record in Ledger(options.ledger).all()}
+    place = open_place(options.corpus)
+    known = Ledger(options.ledger).standing(place.corpus_checksum)
     rows = []
-    for job in jobs_of(study, open_place(options.corpus)):
+    for job in jobs_of(study, place):
         record = known.get(job.fingerprint)
         rows.append(
             {
@@ -69,8 +70,8 @@ def run_show(options: ShowStudy) -> int:
 
 def run_status(options: StudyStatus) -> int:
     studies = read_studies(options.names)
-    ledger, place = Ledger(options.ledger), open_place(None)
-    known = {record["fingerprint"]: record["status"] for record in ledger.all()}
+    place = open_place(None)
+    known = {mark: record["status"] for mark, record in Ledger(options.ledger).standing().items()}
     rows = []
     for study in studies:
         states = [known.get(job.fingerprint, "left") for job in jobs_of(study, place)]

@@ -82,6 +82,12 @@ class Ledger:
         """The records of all studies."""
         return [record for path in sorted(self.directory.glob("*.json")) for record in read_records(path)]
 
+    def standing(self, corpus_checksum: str = "") -> dict[str, Record]:
+        """One record for each fingerprint, on this corpus where one is given; a finished one stands over a failed one,
+        which another study may have."""
+        found = [record for record in self.all() if corpus_checksum in ("", record["data"]["mark"])]
+        return {record["fingerprint"]: record for record in sorted(found, key=lambda r: r["status"] == "finished")}
+
     def add(self, study: str, records: Iterable[Record]) -> int:
         """Merge records into a study's file; returns how many were new or better than what was there."""
         with self._alone():

@@ -224,14 +224,14 @@ def select(studies: Sequence[Study], only: str | None, jobs: Callable[[Study], l
     if only is not None:
         patterns = [pattern.strip() for pattern in only.split(",")]
 
-        def wanted(job: Job) -> bool:
-            return any(fnmatchcase(name, each) for name in (job.run.key, job.run.variant.name) for each in patterns)
+        def matches(job: Job, pattern: str) -> bool:
+            return any(fnmatchcase(name, pattern) for name in (job.run.key, job.run.variant.name))
 
-        chosen = [job for job in found if wanted(job)]
-        if not chosen:
-            names = ", ".join(dict.fromkeys(job.run.variant.name for job in found))
-            raise OptionError(f"--only {only} matches no run; variants: {names}")
-        found = chosen
+        for pattern in patterns:  # each of them: beside others that match, a typing error would go unnoticed
+            if not any(matches(job, pattern) for job in found):
+                names = ", ".join(dict.fromkeys(job.run.variant.name for job in found))
+                raise OptionError(f"--only {pattern} matches no run; variants: {names}")
+        found = [job for job in found if any(matches(job, pattern) for pattern in patterns)]
     return sorted(found, key=lambda job: rank[job.run.study, job.run.seed])
 
 
