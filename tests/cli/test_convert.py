@@ -357,12 +357,20 @@ def test_what_cannot_be_made_is_refused_before_it_is_measured(
     assert listing(tmp_path) == []
 
 
-def test_neurons_of_a_loop_are_refused_before_they_are_measured(readable, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--drop", "0", "--neurons", "16", "--recursions", "2"], "cannot be combined with sharing or recursions"),
+        (["--drop", "1", "--by", "greedy", "--recursions", "2"], "2 recursions do not divide 7 layers"),
+        (["--drop", "1", "--by", "greedy", "--resize"], "resize says how layers are tied, and at 1 recursion none are"),
+        (["--drop", "1", "--by", "greedy", "--budget", "0.5"], "budget chooses ranks; it requires a lora or dora"),
+    ],
+)
+def test_what_cannot_be_tied_is_refused_before_it_is_measured(readable, tmp_path, capsys, monkeypatch, arguments, says):
     monkeypatch.setattr("fathomlm.checkpoints.activations.measure_activations", lambda *_, **__: pytest.fail("measured"))
     base, text = readable
-    words = ["--drop", "0", "--neurons", "16", "--recursions", "2", "--calibrate", text]
-    assert main(["convert", base, str(tmp_path / "m"), *words]) == 2
-    assert "cannot be combined with sharing or recursions" in capsys.readouterr().err
+    assert main(["convert", base, str(tmp_path / "m"), *arguments, "--calibrate", text]) == 2
+    assert says in capsys.readouterr().err
 
 
 def test_calibration_text_may_be_too_short_or_no_text(readable, tmp_path, capsys):

@@ -149,8 +149,7 @@ def convert(
     dropped = list(base.layers) if isinstance(base, KeptLayers) else None
     if neurons is not None:
         base = _narrower(base, neurons, activations)
-    how = "add" if resize is True else resize or None
-    plan = DepthPlan.build(sharing or "cycle", times, base.architecture.layers, how)
+    plan = _tied_plan(sharing, times, base.architecture.layers, resize)
     if repeat is not None:
         base = RepeatedLayers(base, repeat)
         plan, init, activations = base.looped, "average", None
@@ -186,10 +185,8 @@ def check_dropping(
     recursions: int | None,
     init: str | None,
     relax: str | None,
-    shape: Architecture | None = None,
 ) -> int:
-    """Refuse what does not go together, or with a model of that `shape`: also asked before hours of measuring. Returns how
-    often shared layers run."""
+    """Refuse what does not go together. Returns how often shared layers run."""
     plain = drop is not None and sharing is None
     times = recursions if recursions is not None else 1 if plain else DEFAULT_RECURSIONS
     for name in (name for name, value in (("neurons", neurons), ("repeat", repeat)) if value is not None and drop is None):
@@ -202,12 +199,41 @@ def check_dropping(
         others = {"sharing": sharing, "recursions": None if recursions == 1 else recursions, "init": init, "relax": relax}
         for name in (name for name, value in others.items() if value is not None):
             raise OptionError(f"repeat ties the layers that are left in its own way; it cannot be combined with {name}")
-    if shape is not None and drop is not None:
-        small = shape.with_layers(kept_layers(shape.layers, drop, "stepwise"))
-        small = small if neurons is None else with_neurons(small, neurons)
-        if repeat is not None:
-            check_repeat(small, repeat)
     return times
+
+
+def check_shape(
+    shape: Architecture,
+    *,
+    drop: int | None,
+    neurons: int | None,
+    repeat: int | None,
+    sharing: str | None = None,
+    recursions: int | None = None,
+    init: str | None = None,
+    norm_init: str | None = None,
+    resize: bool | Resize | None = None,
+    relax: str | None = None,
+    rank: int | str | dict[str, int] | None = None,
+    budget: float | None = None,
+) -> None:
+    """Refuse what cannot be made of a plain model of that shape: asked before hours of measuring, for `convert` would say
+    it behind them."""
+    times = check_dropping(drop, neurons, repeat, sharing=sharing, recursions=recursions, init=init, relax=relax)
+    _check_one(times, init, norm_init, resize)
+    if budget is not None:
+        _limit(budget, shape, relax, rank)
+    if drop is not None:
+        shape = shape.with_layers(kept_layers(shape.layers, drop, "stepwise"))
+        shape = shape if neurons is None else with_neurons(shape, neurons)
+    if repeat is not None:
+        check_repeat(shape, repeat)
+    else:
+        _tied_plan(sharing, times, shape.layers, resize)
+
+
+def _tied_plan(sharing: str | None, times: int, layers: int, resize: bool | Resize | None) -> DepthPlan:
+    return DepthPlan.build(sharing or "cycle", times, layers, "add" if resize is True else resize or None)
 
 
 def _narrower(base: BaseCheckpoint, neurons: int, activations: Activations | None) -> BaseCheckpoint:

@@ -109,14 +109,13 @@ def _load(options: Export) -> FathomModel:
     if options.dropping.drop is None:
         return load(options.model, dtype=options.dtype)
 
-    from fathomlm.checkpoints.convert import check_dropping, convert
+    from fathomlm.checkpoints.convert import check_shape, convert
     from fathomlm.checkpoints.resolve import open_source
 
     source = open_source(options.model)
     dropping = options.dropping
     if dropping.calibrate is not None and source.plan.plain:
-        tying: dict[str, None] = dict.fromkeys(("sharing", "recursions", "init", "relax"))
-        check_dropping(dropping.drop, dropping.neurons, dropping.repeat, **tying, shape=source.architecture)
+        check_shape(source.architecture, drop=dropping.drop, neurons=dropping.neurons, repeat=dropping.repeat)
     measured = dropping.measured(source, moments=dropping.neurons is not None)
     fields: dict[str, Any] = {name: getattr(dropping, name) for name in ("drop", "by", "neurons", "repeat")}
     return convert(source, **fields, activations=measured, dtype=options.dtype)
