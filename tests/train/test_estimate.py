@@ -11,7 +11,7 @@ import torch
 from fathomlm.depth import Architecture, DepthPlan
 from fathomlm.depth.presets import PRESETS
 from fathomlm.depth.relaxation import build_relaxation
-from fathomlm.errors import ModelNotFound, OptionError
+from fathomlm.errors import ModelNotFound, OptionError, TrainingError
 from fathomlm.model.decoder import Decoder
 from fathomlm.train.activations import activation_bytes
 from fathomlm.train.estimate import estimate, format_estimate
@@ -132,6 +132,19 @@ def test_adafactor_keeps_a_row_and_a_column():
 def test_muon_keeps_one_moment_of_the_matrices_of_layers():
     plain, muon = (estimate(small(optimizer={"kind": kind})).memory.optimizer for kind in ("adamw", "muon"))
     assert plain - muon == 4 * 4 * LAYER
+
+
+@pytest.mark.parametrize("kind", ["muon", "adafactor"])
+def test_a_dry_run_refuses_what_cannot_be_sharded_as_a_run_does(kind):
+    hardware = {"gpu": "H200", "count": 2}
+    estimate(small(optimizer={"kind": kind}, hardware=hardware, parallel="ddp"))
+    with pytest.raises(TrainingError, match=f"{kind} does not support sharded weights"):
+        estimate(small(optimizer={"kind": kind}, hardware=hardware, parallel="fsdp"))
+
+
+def test_muon_is_refused_where_layers_are_frozen():
+    with pytest.raises(OptionError, match="muon moves layers, which train: relaxation freezes"):
+        small(model={"recursions": 2, "relax": "lora", "rank": 8}, train="relaxation", optimizer={"kind": "muon"})
 
 
 def test_what_is_frozen_needs_no_gradient():

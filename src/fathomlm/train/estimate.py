@@ -20,6 +20,7 @@ from fathomlm.train.flops import (
     work_flops_per_token,
 )
 from fathomlm.train.memory import PLANNED, TrainingMemory, count_memory, student_weights
+from fathomlm.train.optim import check_sharded
 from fathomlm.train.reading import yet_to_come
 from fathomlm.train.recipe import Recipe
 from fathomlm.train.schedule import LearningRate, micro_batch_size, plan_steps, row_length, rows_per_step
@@ -187,6 +188,7 @@ def _parallel(
     state = copies.weights + copies.optimizer + copies.gradients
     if recipe.parallel == "ddp" or (recipe.parallel == "auto" and (limit is None or state < COMFORT * limit)):
         return "ddp", copies
+    check_sharded(recipe.optimizer, "fsdp")
     return "fsdp", count_memory(recipe, spec, taught, "fsdp")
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers.optimization import Adafactor
 
-from fathomlm.errors import OptionError
+from fathomlm.errors import OptionError, TrainingError
 from fathomlm.model.decoder import Decoder
 from fathomlm.train.recipe import OptimizerRecipe
 
@@ -101,8 +101,8 @@ class MuonAdamW(Optimizer):
 
 
 def moved_by_muon(name: str, shape: Sequence[int]) -> bool:
-    """Whether this is a matrix of a layer, in the decoder or an encoder; embeddings, heads, routers and what steps add are
-    not, which have rows or columns of their own meaning."""
+    """Whether this is a matrix of one of the decoder's layers; embeddings, heads, routers and what steps add are not, which
+    have rows or columns of their own meaning, nor are encoders, which are transformers' own."""
     return len(shape) == 2 and "layers" in name.split(".") and "deltas" not in name.split(".")
 
 
@@ -119,6 +119,12 @@ def build_optimizer(module: nn.Module, recipe: OptimizerRecipe, aux_rate: float 
         # multiplies it by each weight's own size.
         return Adafactor(groups, lr=recipe.lr, scale_parameter=False, relative_step=False, warmup_init=False)  # type: ignore[no-any-return]
     return adamw(groups, recipe)
+
+
+def check_sharded(recipe: OptimizerRecipe, parallel: str) -> None:
+    """Refuse an optimizer that needs whole matrices where each rank has rows of them."""
+    if parallel == "fsdp" and recipe.kind != "adamw":
+        raise TrainingError(f"{recipe.kind} does not support sharded weights; use parallel: ddp or optimizer.kind: adamw")
 
 
 def set_rate(optimizer: Optimizer, rate: float) -> None:

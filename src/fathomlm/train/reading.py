@@ -187,6 +187,8 @@ def check_recipe(recipe: Recipe) -> None:
         raise OptionError(f"batch requires one of tokens and sequences, got {_given('batch', batches)}")
     if len(recipe.optimizer.betas) != 2:
         raise OptionError(f"optimizer.betas requires two numbers, got {recipe.optimizer.betas}")
+    if recipe.optimizer.kind == "muon" and recipe.train != "all":
+        raise OptionError(f"optimizer.kind: muon moves layers, which train: {recipe.train} freezes; use adamw")
     if recipe.capture and recipe.recompute not in ("none", "inner"):
         raise OptionError(f"capture cannot be combined with recompute: {recipe.recompute}; it requires none or inner")
     if loss.distill is not None and not loss.distill.source:

@@ -34,7 +34,7 @@ from fathomlm.train.first import check_models
 from fathomlm.train.flops import Rates, forward_flops_per_token, model_flops_per_token
 from fathomlm.train.loop import PendingStep, SpeedMeter, Stepper, StepResult, stop_requested
 from fathomlm.train.objective import Objective
-from fathomlm.train.optim import STATE_BYTES, build_optimizer, choose_trained
+from fathomlm.train.optim import STATE_BYTES, build_optimizer, check_sharded, choose_trained
 from fathomlm.train.recipe import Recipe
 from fathomlm.train.report import Record, Reporter, SilentWatcher, Watcher, measuring
 from fathomlm.train.schedule import LearningRate, micro_batch_size, plan_steps
@@ -154,10 +154,7 @@ class TrainingRun:
             raise TrainingError("loss.heal.alone with a head of its own requires one process: that head learns nothing")
         weights = sum(p.numel() for p in self._objective.parameters() if p.requires_grad)
         kind = choose_parallel(recipe.parallel, world, weights * STATE_BYTES[recipe.optimizer.kind])
-        if kind == "fsdp" and recipe.optimizer.kind != "adamw":
-            raise TrainingError(
-                f"{recipe.optimizer.kind} does not support sharded weights; use parallel: ddp or optimizer.kind: adamw"
-            )
+        check_sharded(recipe.optimizer, kind)
         module = parallelize(self._objective, kind, world, recipe.precision)
         if kind == "fsdp" and decoder.routers is not None and decoder.routers.bias is not None:
             raise TrainingError(
