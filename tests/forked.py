@@ -15,6 +15,8 @@ from pathlib import Path
 from types import ModuleType
 from unittest import mock
 
+import torch
+
 CONTEXT = multiprocessing.get_context("forkserver")
 PRELOADED = (
     "fathomlm.cli.main", "fathomlm.checkpoints.convert", "fathomlm.checkpoints.export", "fathomlm.checkpoints.resolve",
@@ -25,14 +27,17 @@ CONTEXT.set_forkserver_preload([__name__, *PRELOADED])
 
 def fork_server_here() -> None:
     """Make the process that programs are forked from a fork of this one, which has imported most of that already. To be
-    called before anything has run that starts threads: a fork has none of them, and what they hold it never gets."""
+    called before anything has run that starts threads: a fork has none of them, and what they hold it never gets. Nothing is
+    done where that is unsafe: a GPU that this process has asked for cannot be used by its forks, nor can much on macOS."""
+    if sys.platform != "linux" or torch.cuda.is_available():
+        return
 
     def fork(path: str, arguments: list[str], handles: list[int]) -> int:
         if child := os.fork():
             return child
         try:
             util.spawnv_passfds = spawn
-            for handle in map(int, os.listdir("/proc/self/fd" if os.path.isdir("/proc/self/fd") else "/dev/fd")):
+            for handle in map(int, os.listdir("/proc/self/fd")):
                 if handle > 2 and handle not in handles:
                     with suppress(OSError):
                         os.close(handle)
@@ -90,8 +95,6 @@ class Forked:
 def _run(
     script: str, arguments: list[str], cwd: Path, environment: dict[str, str], session: bool, *ends: Connection
 ) -> None:
-    import torch
-
     if session:
         os.setsid()
     for number, end in enumerate(ends, 1):
