@@ -357,6 +357,13 @@ def test_what_cannot_be_made_is_refused_before_it_is_measured(
     assert listing(tmp_path) == []
 
 
+def test_an_export_does_not_ignore_calibration_text(readable, tmp_path, capsys):
+    base, text = readable
+    assert main(["export", base, str(tmp_path / "m"), "--calibrate", text]) == 2
+    assert "--calibrate says which layers or neurons are kept; it requires --drop" in capsys.readouterr().err
+    assert listing(tmp_path) == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

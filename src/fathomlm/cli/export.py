@@ -107,6 +107,8 @@ def _load(options: Export) -> FathomModel:
     from fathomlm.checkpoints.resolve import load
 
     if options.dropping.drop is None:
+        if options.dropping.calibrate is not None:
+            raise OptionError("--calibrate says which layers or neurons are kept; it requires --drop, which may be 0")
         return load(options.model, dtype=options.dtype)
 
     from fathomlm.checkpoints.convert import check_shape, convert

@@ -69,6 +69,11 @@ def test_a_file_that_is_no_ledger_is_refused(tmp_path: Path) -> None:
         ("[]", "x.json"),
         ('{"format": 2}', "not a ledger"),
         ('{"format": 1, "runs": [{}]}', "has no study"),
+        (json.dumps({"format": 1, "runs": [record("a", data={})]}), "has no mark of its corpus"),
+        (
+            json.dumps({"format": 1, "runs": [record("a", fingerprint=["a"])]}),
+            "fingerprint of a record of `runs` must be text",
+        ),
     ):
         path.write_text(text)
         with pytest.raises(DataError, match=message):

@@ -30,6 +30,7 @@ MOST_BYTES = 256 << 20
 UNMARKED = FREE - {"evaluate"} | {"evaluate.every", "evaluate.first"}
 """Fields that change where and how a run is made, not what comes out; how many rows its loss is measured on does."""
 NEEDED = ("study", "variant", "budget", "seed", "fingerprint", "data", "status")
+NAMES = ("study", "variant", "budget", "fingerprint", "status")
 
 Record = dict[str, Any]
 
@@ -146,6 +147,10 @@ def read_records(path: Path) -> list[Record]:
         missing = [name for name in NEEDED if not isinstance(record, dict) or name not in record]
         if missing:
             raise DataError(f"{path}: a record of `runs` has no {missing[0]}")
+        if not isinstance(record["data"], dict) or not isinstance(record["data"].get("mark"), str):
+            raise DataError(f"{path}: a record of `runs` has no mark of its corpus in `data`")
+        if strange := [name for name in NAMES if not isinstance(record[name], str)]:
+            raise DataError(f"{path}: {strange[0]} of a record of `runs` must be text")
     runs: list[Record] = content["runs"]
     return runs
 
