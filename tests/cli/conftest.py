@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers.configuration_utils  # noqa: F401  its log writes to what stderr is now, not to one test's
 
 from fathomlm.cli.main import main
 

@@ -16,6 +16,7 @@ from fathomlm.checkpoints.assemble import OnProgress, TokenIds, configure, empty
 from fathomlm.checkpoints.convert import convert
 from fathomlm.checkpoints.resolve import architecture_of, describe, load, plain_base
 from fathomlm.decode.prompts import end_tokens
+from fathomlm.depth import Architecture
 from fathomlm.errors import DataError, OptionError
 from fathomlm.model.encoder import build_encoder
 from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomModel
@@ -120,10 +121,7 @@ def build_student(
             corpus.check_tokenizer(student.tokenizer)
     else:
         student = _from_scratch(model, recipe.seed, corpus, tokenizer)
-    if corpus.manifest.vocab > student.architecture.vocab:
-        raise DataError(
-            f"{corpus.path} has {corpus.manifest.vocab:,} different tokens, the model only {student.architecture.vocab:,}"
-        )
+    _check_vocab(corpus, student.architecture)
     if student.tokenizer is None:
         student.tokenizer = tokenizer
     check_rows(recipe, student.architecture)
@@ -217,11 +215,19 @@ def _activations(
     return measure_activations(base, rows, moments=moments, greedy=greedy, device=place, on_layer=on_layer)
 
 
+def _check_vocab(corpus: Corpus, architecture: Architecture) -> None:
+    if corpus.manifest.vocab > architecture.vocab:
+        raise DataError(
+            f"{corpus.path} has {corpus.manifest.vocab:,} different tokens, the model only {architecture.vocab:,}"
+        )
+
+
 def _from_scratch(model: ModelRecipe, seed: int, corpus: Corpus, tokenizer: Any) -> FathomModel:
     for name in ("init", "norm_init", "relax_init", "drop", "by", "neurons", "repeat", "calibrate"):
         if getattr(model, name) is not None:
             raise OptionError(f"model.{name} says what a tied model starts from; without model.source there is nothing")
     architecture = scratch_architecture(model, corpus.manifest.vocab)
+    _check_vocab(corpus, architecture)  # before a configuration warns of its special tokens
     plan, relaxation = lay_plan(model, architecture)
     record = read_encoder(model, architecture)
     if record is not None and model.init_std != ModelRecipe().init_std:
