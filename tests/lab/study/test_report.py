@@ -110,6 +110,17 @@ def test_mistakes_are_one_line(
     assert "\n" not in said
 
 
+def test_a_ledger_that_cannot_be_written_is_refused_before_a_run(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fathomlm.lab.study.commands.work_off", lambda *_, **__: pytest.fail("runs were made"))
+    (tmp_path / "file").write_text("")
+    words = ["study", "run", "tiny", "--corpus", str(corpus), "--work", str(tmp_path / "work")]
+    assert main([*words, "--ledger", str(tmp_path / "file")]) == 2
+    assert f"cannot write {tmp_path / 'file'}" in capsys.readouterr().err
+    assert not (tmp_path / "work").exists()
+
+
 def test_an_unknown_variant_is_one_line(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["study", "run", "tiny", "--corpus", str(corpus), "--ledger", str(tmp_path), "--only", "moor"]
     assert main(words) == 2

@@ -119,6 +119,7 @@ def run_queue(options: RunStudy) -> int:
     jobs = select(studies, options.only, lambda study: jobs_of(study, place))
     for job in jobs:
         started(job.shaped.recipe, place)  # refuses a model to start from that is not there
+    ledger.check_writable()
     claims = Claims(options.work)
     with closing(claims), TrainingBar("study") as bar:
         executor = TrainingExecutor(

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fathomlm.checkpoints.writing import whole_file
-from fathomlm.errors import DataError, writing
+from fathomlm.errors import DataError, OutputError, writing
 from fathomlm.jsonfile import read_object
 from fathomlm.lab.study.options import Merge
 from fathomlm.train.directory import FREE
@@ -124,6 +124,12 @@ class Ledger:
             for record in read_records(file):
                 by_study.setdefault(record["study"], []).append(record)
         return {study: self.add(study, records) for study, records in sorted(by_study.items())}
+
+    def check_writable(self) -> None:
+        """Refuse a directory that cannot be written to: better now than after hours of a run whose record is then lost."""
+        with self._alone():
+            if not os.access(self.directory, os.W_OK):
+                raise OutputError(f"cannot write {self.directory}: Permission denied")
 
     def check_corpus(self, corpus_checksum: str, where: str, studies: Iterable[str]) -> None:
         """Refuse to add runs on one corpus to a study on another: they could not be compared."""
