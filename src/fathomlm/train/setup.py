@@ -121,7 +121,7 @@ def build_student(
             corpus.check_tokenizer(student.tokenizer)
     else:
         student = _from_scratch(model, recipe.seed, corpus, tokenizer)
-    _check_vocab(corpus, student.architecture)
+    check_vocab(corpus, student.architecture)
     if student.tokenizer is None:
         student.tokenizer = tokenizer
     check_rows(recipe, student.architecture)
@@ -215,7 +215,7 @@ def _activations(
     return measure_activations(base, rows, moments=moments, greedy=greedy, device=place, on_layer=on_layer)
 
 
-def _check_vocab(corpus: Corpus, architecture: Architecture) -> None:
+def check_vocab(corpus: Corpus, architecture: Architecture) -> None:
     if corpus.manifest.vocab > architecture.vocab:
         raise DataError(
             f"{corpus.path} has {corpus.manifest.vocab:,} different tokens, the model only {architecture.vocab:,}"
@@ -227,7 +227,7 @@ def _from_scratch(model: ModelRecipe, seed: int, corpus: Corpus, tokenizer: Any)
         if getattr(model, name) is not None:
             raise OptionError(f"model.{name} says what a tied model starts from; without model.source there is nothing")
     architecture = scratch_architecture(model, corpus.manifest.vocab)
-    _check_vocab(corpus, architecture)  # before a configuration warns of its special tokens
+    check_vocab(corpus, architecture)  # before a configuration warns of its special tokens
     plan, relaxation = lay_plan(model, architecture)
     record = read_encoder(model, architecture)
     if record is not None and model.init_std != ModelRecipe().init_std:

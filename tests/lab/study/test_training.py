@@ -158,6 +158,23 @@ def test_a_loss_that_is_not_finite_is_a_failed_run(values: Values, corpus: Path,
     assert "not finite" in failed["reason"]
 
 
+def test_the_command_says_that_a_run_failed_and_refuses_a_corpus_with_more_tokens_than_the_model(
+    values: Values, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(**changes: Any) -> int:
+        study = tmp_path / "small.yaml"
+        study.write_text(json.dumps(values(seeds=[0], claims=[], **changes)))
+        where = ["--corpus", str(corpus), "--work", str(tmp_path / "work"), "--ledger", str(tmp_path / "ledger")]
+        return main(["study", "run", str(study), *where, "--device", "cpu"])
+
+    few = {"model": {"architecture": {"vocab": 100}}}
+    assert run(variants={"plain": {}, "few": few}) == 2
+    assert "has 257 different tokens, the model only 100" in capsys.readouterr().err
+    assert not (tmp_path / "work").exists()
+    assert run(variants={"plain": {"optimizer": {"lr": 1e30, "clip": 0.0}}}) == 1
+    assert "1 failed: small/plain/short/0" in capsys.readouterr().out
+
+
 def test_the_guard_stops_a_run_that_its_first_steps_show_to_be_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     raised: list[int] = []
     monkeypatch.setattr(guards.signal, "raise_signal", raised.append)

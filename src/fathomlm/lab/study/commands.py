@@ -25,6 +25,7 @@ from fathomlm.lab.study.spec import read_studies
 from fathomlm.lab.study.training import TrainingExecutor, commit_of_checkout
 from fathomlm.sizes import amount
 from fathomlm.train.data.corpus import Corpus
+from fathomlm.train.setup import check_vocab
 
 
 def run_show(options: ShowStudy) -> int:
@@ -119,6 +120,8 @@ def run_queue(options: RunStudy) -> int:
     jobs = select(studies, options.only, lambda study: jobs_of(study, place))
     for job in jobs:
         started(job.shaped.recipe, place)  # refuses a model to start from that is not there
+        if place.corpus is not None:
+            check_vocab(place.corpus, job.shaped.parts.architecture)
     ledger.check_writable()
     claims = Claims(options.work)
     with closing(claims), TrainingBar("study") as bar:
@@ -131,7 +134,7 @@ def run_queue(options: RunStudy) -> int:
             jobs, ledger, executor, visit, pace, claims=claims, split=options.split, retry=options.retry_failed, log=log
         )
     options.answer(outcome.to_dict() | {"ledger": str(options.ledger)}, _show)
-    return 2 if outcome.interrupted else 0
+    return 2 if outcome.interrupted else 1 if outcome.failed else 0
 
 
 def open_place(corpus: Path | None, work: Path = WORK, device: str = "auto") -> Place:
