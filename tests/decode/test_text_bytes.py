@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -143,6 +143,8 @@ def test_many_tokens_at_once_are_what_one_after_another_are(bytes_only: Any, tok
     st.lists(st.text("ab\N{GRINNING FACE}\N{REPLACEMENT CHARACTER}", min_size=1, max_size=3), max_size=2),
     st.integers(1, 20),
 )
+@example([], [170, 95], [], 1)  # a prompt that ends with the first two bytes of a surrogate
+@example([63, 67], [170, 95], [], 1)
 @settings(max_examples=150, deadline=None)
 def test_a_table_says_what_the_tokenizer_says(
     bytes_only: Any, tokens: list[int], prompt: list[int], stops: list[str], size: int

@@ -206,8 +206,9 @@ class ByteTextStream(TextStream):
         end = table.bytes.of(context[-2 * LONGEST_CHARACTER :])
         self._rest = end[utf_8_decode(end, "replace", False)[1] :]
         """Of a character that has begun."""
-        self._skips = bool(self._rest)
-        """Whether the prompt ends inside a character: it is the prompt's, and shown there as a broken one."""
+        self._skips = len(utf_8_decode(self._rest, "replace", True)[0])
+        """Where the prompt ends inside a character: that is the prompt's, and shown there as a broken one. Or as two: Python
+        waits for what follows the first two bytes of a surrogate, which UTF-8 does not have."""
 
     def push(self, token: int) -> str:
         if self.stopped:
@@ -241,7 +242,7 @@ class ByteTextStream(TextStream):
         text, used = utf_8_decode(data, "replace", final)
         self._rest = data[used:]
         if self._skips and text:
-            self._skips, text = False, text[1:]
+            self._skips, text = 0, text[self._skips :]
         return text
 
 
