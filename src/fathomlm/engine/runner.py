@@ -132,7 +132,8 @@ class Runner:
         if self.state.sources is not None:
             assert encodes is not None, "a decoder that looks at sources comes with its encoder"
             captured = CAPTURED_SOURCES and self._captures
-            self._reader = SourceReader(encodes, self.pages, self.state.sources, self.sizes.prefill_chunk, captured)
+            chunk = self.sizes.prefill_chunk
+            self._reader = SourceReader(encodes, self.pages, self.state.sources, chunk, captures=captured)
         self.sampler = SamplerState(
             self.sizes.max_sequences, decoder.architecture.vocab, self.device, options.max_logprobs,
             penalties=options.penalties,

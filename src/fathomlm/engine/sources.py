@@ -61,27 +61,24 @@ class Sources:
 
 
 class SourceReader:
-    def __init__(
-        self, model: FathomForSeq2SeqLM, pages: KVPages, sources: Sources, most: int, captures: bool = False
-    ) -> None:
+    def __init__(self, model: FathomForSeq2SeqLM, pages: KVPages, sources: Sources, most: int, *, captures: bool) -> None:
         """At most `most` tokens are encoded at a time, padding included, unless one source has more. With `captures` a few
         short sources are read as a pass of one of a few sizes, which is captured: an encoder is launched kernel by kernel,
         which takes the host longer than the device."""
         self.model, self.pages, self.sources, self._most = model, pages, sources, most
         self.short: CapturedPasses | None = None
         if captures and model.encodes_padded:
-            self.short = CapturedPasses(self._read_padded, captures=sources.lengths_S.is_cuda)
+            self.short = CapturedPasses(self._read_padded, captures=True)
 
     def read(self, placements: Sequence[Placement]) -> None:
         """Encode the sources of new sequences, whose pages are in the table."""
         for group in self._groups(sorted(placements, key=lambda placement: len(placement.sequence.source))):
             sources, slots = [one.sequence.source for one in group], [one.slot for one in group]
-            size = None if self.short is None else captured_size(len(sources), max(map(len, sources)))
-            if self.short is not None and size is not None:
+            if self.short is not None and (size := captured_size(len(sources), max(map(len, sources)))):
                 self.short(self._padded(sources, slots, *size), size)
-                continue
-            states_BTM = read_sources(self.model, sources).states_BSM
-            self._store(states_BTM, torch.tensor(slots, device=states_BTM.device))
+            else:
+                states_BTM = read_sources(self.model, sources).states_BSM
+                self._store(states_BTM, torch.tensor(slots, device=states_BTM.device))
 
     def _padded(self, sources: Sequence[Sequence[int]], slots: Sequence[int], rows: int, length: int) -> Tensor:
         """Each source behind its slot; rows that stand for nothing have the spare slot, whose source has no tokens."""

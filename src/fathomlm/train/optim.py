@@ -83,20 +83,21 @@ class MuonAdamW(Optimizer):
         ours = {id(p) for p in matrices}
         rest = [group | {"params": [p for p in group["params"] if id(p) not in ours]} for group in groups]
         decay = recipe.weight_decay
-        self._muon = torch.optim.Muon(matrices, lr=recipe.lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
-        self._others = [adamw(left, recipe)] if (left := [group for group in rest if group["params"]]) else []
-        self.defaults = self._muon.defaults
-        self.param_groups = [group for part in (self._muon, *self._others) for group in part.param_groups]
-        self.state = self._muon.state
-        for other in self._others:
-            other.state = self.state
+        muon = torch.optim.Muon(matrices, lr=recipe.lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
+        self._parts: list[Optimizer] = [muon]
+        if left := [group for group in rest if group["params"]]:
+            self._parts.append(adamw(left, recipe))
+        self.defaults, self.state = muon.defaults, muon.state
+        self.param_groups = [group for part in self._parts for group in part.param_groups]
+        for part in self._parts:
+            part.state = self.state
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for part in (self._muon, *self._others):
+        for part in self._parts:
             part.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        for part in (self._muon, *self._others):
+        for part in self._parts:
             part.zero_grad(set_to_none)
 
 

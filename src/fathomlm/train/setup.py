@@ -119,9 +119,9 @@ def build_student(
         student = _from_source(model, recipe.seed, corpus, device, on_layer)
         if student.tokenizer is not None:
             corpus.check_tokenizer(student.tokenizer)
+        check_vocab(corpus, student.architecture)
     else:
         student = _from_scratch(model, recipe.seed, corpus, tokenizer)
-    check_vocab(corpus, student.architecture)
     if student.tokenizer is None:
         student.tokenizer = tokenizer
     check_rows(recipe, student.architecture)
