@@ -7,8 +7,8 @@
 
 Losses and tasks are those of the studies' ledger, means over seeds, against the original that was uptrained on as many
 tokens (of several rates the best; where none was, the first study's). Bytes are parameters in one number format, LoRA and
-embeddings included. Of each kind of model (dropped, narrower, looped, looped + LoRA, looped + exits) the one of lowest loss
-is timed, in bfloat16, at one row and at 64, in turns, by rounds: a kept checkpoint where there is one under --work, and
+embeddings included. Of each kind of model (dropped, narrower, looped, looped + LoRA, looped + exits) the one of lowest loss,
+and `best`, is timed, in bfloat16, at one row and at 64, in turns, by rounds: a kept checkpoint where there is one under --work, and
 random weights of the same shape elsewhere, since time does not depend on them. Where tokens exit does, so a model with exits
 is timed only if it was kept; its tokens leave above --threshold, with exact fill.
 
@@ -105,8 +105,8 @@ def compare(found: Record, original: Record) -> Record:
     }  # fmt: skip
 
 
-def chosen(models: Sequence[Record]) -> dict[str, Record]:
-    """Of each kind the lowest loss; of exits the lowest loss at the exit among those that leave the last output alone."""
+def chosen(models: Sequence[Record], budget: float) -> dict[str, Record]:
+    """The best within the budget, and of each kind the lowest loss; of exits the lowest loss at the exit among those that leave the last output alone."""
     found: dict[str, Record] = {}
     for kind in KINDS:
         own = [model for model in models if model["kind"] == kind]
@@ -116,6 +116,9 @@ def chosen(models: Sequence[Record]) -> dict[str, Record]:
             found[kind] = min(own, key=lambda model: next(v["loss"] for k, v in model.items() if k.startswith("exit_")))
         elif own:
             found[kind] = min(own, key=lambda model: model["loss"])
+    best = best_of(models, budget)
+    if all(model is not best for model in found.values()):
+        found[f"best within {budget:g} of the bytes"] = best
     return found
 
 
@@ -219,7 +222,7 @@ def run(args: argparse.Namespace) -> None:
         "budget": args.budget,
         "best": best_of(models, args.budget),
         "pareto": {cost: pareto(models, cost) for cost in ("bytes_share", "flops_share")},
-        "models": chosen(models),
+        "models": chosen(models, args.budget),
         "curve": models,
     }
     save(record, args.out)
@@ -255,10 +258,7 @@ def table(record: Record) -> str:
         f"tokens/s, {record['settings']['rows']} rows | uptrained on | loss (above the original's) | LAMBADA | HellaSwag |",
         "|---|---|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
-    models = dict(record["models"])
-    if record["best"]["variant"] not in [found["variant"] for found in models.values()]:
-        models[f"best within {record['budget']:g} of the bytes"] = record["best"]
-    for kind, found in models.items():
+    for kind, found in record["models"].items():
         speeds = [f"{found[name]:,.0f}" if name in found else "-" for name in ("tokens_per_s_one_row", many)]
         shares = [f"{found[share]:.2f}x" for share in ("bytes_share", "flops_share")]
         budget = f"{found['tokens'] / 1e6:.0f}M"
