@@ -7,10 +7,10 @@
 
 Losses and tasks are those of the studies' ledger, means over seeds, against the original that was uptrained on as many
 tokens (of several rates the best; where none was, the first study's). Bytes are parameters in one number format, LoRA and
-embeddings included. Of each kind of model (dropped, narrower, looped, looped + LoRA, looped + exits) the one of lowest loss,
-and `best`, is timed, in bfloat16, at one row and at 64, in turns, by rounds: a kept checkpoint where there is one under --work, and
-random weights of the same shape elsewhere, since time does not depend on them. Where tokens exit does, so a model with exits
-is timed only if it was kept; its tokens leave above --threshold, with exact fill.
+embeddings included. Of each kind of model (dropped, narrower, looped, looped + LoRA, looped + exits) the one of lowest loss
+is timed, and `best`, in bfloat16, at one row and at 64, in turns, by rounds: a kept checkpoint where there is one under
+--work, and random weights of the same shape elsewhere, since time does not depend on them. Where tokens exit does, so a
+model with exits is timed only if it was kept; its tokens leave above --threshold, with exact fill.
 
 `best` is the model of lowest loss within --budget of the original's bytes, without exits, which learn from further tokens;
 `curve` has every model that was trained.
@@ -106,7 +106,8 @@ def compare(found: Record, original: Record) -> Record:
 
 
 def chosen(models: Sequence[Record], budget: float) -> dict[str, Record]:
-    """The best within the budget, and of each kind the lowest loss; of exits the lowest loss at the exit among those that leave the last output alone."""
+    """The best within the budget, and of each kind the lowest loss; of exits the lowest loss at the exit among those that
+    leave the last output alone."""
     found: dict[str, Record] = {}
     for kind in KINDS:
         own = [model for model in models if model["kind"] == kind]

@@ -75,9 +75,8 @@ def one_round(engine: Engine, device: torch.device, args: argparse.Namespace) ->
 
 def served_bytes(engine: Engine) -> int:
     """Packed weights, each once however many steps it serves."""
-    packed = engine.runner.layers.packed.values()
-    found = {each.data_ptr(): each.numel() * each.element_size() for rows in packed for each in rows if each is not None}
-    return sum(found.values())
+    packed = (each for rows in engine.runner.layers.packed.values() for each in rows if isinstance(each, torch.Tensor))
+    return sum({each.data_ptr(): each.numel() * each.element_size() for each in packed}.values())
 
 
 def table(record: Record) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import cache
 from typing import Any
 from unittest.mock import Mock
@@ -94,6 +95,17 @@ def test_attention_that_takes_the_product(name: str, monkeypatch: pytest.MonkeyP
     engine = Engine(model, fuse=True, **SMALL)
     assert found(model, engine) == wanted
     taken.assert_called()
+
+
+def test_neurons_that_kernels_cannot_load_in_whole_vectors() -> None:
+    """Packed weights have more of them, which put out nothing."""
+    architecture = dataclasses.replace(build("vanilla").architecture, intermediate=41)
+    plan = DepthPlan.vanilla(architecture.layers)
+    model = random_model(architecture, plan, dtype=torch.float32, device=torch.device("cpu"))
+    engine = Engine(model, fuse=True, **SMALL)
+    packed = engine.runner.layers.packed.values()
+    assert {(len(rows.both_2IM), rows.down_MI.shape[1]) for rows in packed} == {(2 * 48, 48)}
+    assert found(model, engine) == expected(model)
 
 
 def test_fewer_slots_than_rows_and_one_row() -> None:

@@ -32,6 +32,8 @@ from fathomlm.errors import OptionError, choices
 
 OF_THE_SOURCE = ("cross_k", "cross_v")
 """Linears that run once for each token of an encoder's output, however many tokens the decoder makes of it."""
+NEURON_TILE = 64
+"""Feed-forward neurons of narrower models, in wide ones."""
 MOST_LOOPS = 6
 """Of the plans that `candidates` looks at."""
 REFERENCE_BATCH = 32
@@ -303,12 +305,14 @@ def _dropped(architecture: Architecture, limit: float, context: int) -> Iterator
 
 
 def _narrower(architecture: Architecture, drop: int, limit: float, context: int) -> Iterator[Candidate]:
-    """Half as many layers dropped, and none, each with the most neurons that fit, in steps of 8."""
+    """Half as many layers dropped, and none, each with the most neurons that fit: in whole tiles of a GPU's products, which
+    are also whole blocks of a GGUF's quantized weights."""
+    tile = NEURON_TILE if architecture.intermediate >= 8 * NEURON_TILE else 8
     for fewer in sorted({drop // 2, 0}, reverse=True) if drop and not (architecture.experts or architecture.cross) else ():
         small = architecture.with_layers(kept_layers(architecture.layers, fewer, "stepwise"))
         plan = DepthPlan.vanilla(small.layers)
         one, two = (count(with_neurons(small, many), plan).parameters for many in (1, 2))
-        neurons = int((limit - one) / (two - one) + 1) // 8 * 8
+        neurons = int((limit - one) / (two - one) + 1) // tile * tile
         if neurons > 0:
             cost = count(with_neurons(small, neurons), plan, context=context)
             yield Candidate(options=f"--drop {fewer} --neurons {neurons}", cost=cost)

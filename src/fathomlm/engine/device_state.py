@@ -66,6 +66,8 @@ class EngineState:
         self.sources = Sources.build(slots, source_pages, device) if source_pages else None
         self.clock = torch.zeros(1, dtype=torch.int64, device=device)
         self._arrivals = 0
+        self.placed_K = torch.zeros(0, dtype=torch.int64, device=device)
+        """The slots that were placed last, for what programs keep of theirs."""
 
     def stop(self, slots: Sequence[int]) -> None:
         """Silence slots."""
@@ -133,7 +135,7 @@ class EngineState:
             ignores, held = request.sampling.ignore_eos, request.constraint is not None
             rows.append((*fields, request.max_depth or self.max_depth, int(ignores), int(held)))
             self._arrivals += 1
-        slots_K = self.upload([placement.slot for placement in placements])
+        slots_K = self.placed_K = self.upload([placement.slot for placement in placements])
         self.numbers_SC.index_copy_(0, slots_K, self.upload(rows))
         self.entries_ST.index_copy_(0, slots_K, self.upload([placement.entries for placement in placements]))
         self.capacity_ST.index_fill_(0, slots_K, 0)

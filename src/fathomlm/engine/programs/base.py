@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from fathomlm.decode.exiting import Threshold
+from fathomlm.decode.exiting import Threshold, thresholds_of
 from fathomlm.depth import DepthPlan
 from fathomlm.engine.device_state import IDLE, EngineState, PrefillBatch
 from fathomlm.engine.layers import PagedLayers
@@ -147,6 +147,25 @@ class Program(Protocol):
     def prefill(self, batch: PrefillBatch) -> None:
         """Make the entries of known tokens. Not recorded."""
         ...
+
+
+class SlotThresholds:
+    """How sure each exit must be, by slot. Mostly a slot's next request asks for the same, and nothing is sent: a short
+    request at one row is some milliseconds, and a small upload takes the host some hundredths of one."""
+
+    def __init__(self, state: EngineState, exits: int) -> None:
+        self.of_SB = torch.ones(state.slots + 1, exits, device=state.device)
+        self._known = [(1.0,) * exits] * state.slots
+
+    def place(self, state: EngineState, placements: Sequence[Placement], threshold: Threshold) -> None:
+        new: dict[int, tuple[float, ...]] = {}
+        for placement in placements:
+            own = placement.sequence.request.exit_threshold
+            wanted = tuple(thresholds_of(threshold if own is None else own, self.of_SB.shape[1]))
+            if wanted != self._known[placement.slot]:
+                new[placement.slot] = self._known[placement.slot] = wanted
+        if new:
+            self.of_SB.index_copy_(0, state.upload(list(new)), state.upload(list(new.values()), torch.float32))
 
 
 class TokenChooser:

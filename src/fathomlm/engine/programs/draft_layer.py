@@ -24,7 +24,7 @@ from torch import Tensor
 from fathomlm.decode.confidence import MEASURES, AtExit
 from fathomlm.decode.draft_layer import DEPTH
 from fathomlm.decode.draft_tree import BestShape, TreeShape
-from fathomlm.decode.exiting import Threshold, thresholds_of
+from fathomlm.decode.exiting import Threshold
 from fathomlm.engine.device_state import ENTER, IDLE, PrefillBatch
 from fathomlm.engine.programs.base import (
     BAD,
@@ -33,6 +33,7 @@ from fathomlm.engine.programs.base import (
     VALID,
     ProgramContext,
     SamplingVariant,
+    SlotThresholds,
     StepOutput,
     TokenChooser,
     ends_sequence,
@@ -64,7 +65,8 @@ class DraftLayerProgram:
         """The tokens that it has not run, the slot's last one included."""
         self.count_S = torch.ones(s.slots + 1, dtype=torch.int64, device=s.device)
         """How many those are."""
-        self.threshold_S = torch.ones(s.slots + 1, device=s.device)
+        self._thresholds = SlotThresholds(s, 1)
+        self.threshold_S = self._thresholds.of_SB[:, 0]
         self._angles = parts.layers.row_angles()
         self._begin = parts.small(self._begin_plain)
         self._enter = parts.small(parts.layers.decoder.enter_draft)
@@ -87,14 +89,11 @@ class DraftLayerProgram:
 
     def place(self, placements: Sequence[Placement], threshold: Threshold) -> None:
         s = self.parts.state
-        slots_K = s.upload([placement.slot for placement in placements])
+        slots_K = s.placed_K
         self.states_SJM.index_fill_(0, slots_K, 0)
         self.count_S.index_fill_(0, slots_K, 1)
         self.tokens_SJ[:, 0].index_copy_(0, slots_K, s.token_S.index_select(0, slots_K))
-        own = (placement.sequence.request.exit_threshold for placement in placements)
-        each = [thresholds_of(threshold if one is None else one, 1)[0] for one in own]
-        thresholds_K = s.upload(each, torch.float32)
-        self.threshold_S.index_copy_(0, slots_K, thresholds_K)
+        self._thresholds.place(s, placements, threshold)
 
     def prefill(self, batch: PrefillBatch) -> None:
         """Known tokens through every step, for the sake of their states; the draft layer only stores its entries. The state

@@ -68,8 +68,7 @@ class DraftProgram(ExitProgram):
 
     def place(self, placements: Sequence[Placement], threshold: Threshold) -> None:
         super().place(placements, threshold)
-        s = self.parts.state
-        self.hold_S.index_fill_(0, s.upload([placement.slot for placement in placements]), False)
+        self.hold_S.index_fill_(0, self.parts.state.placed_K, False)
 
     def decode_step(self, variant: SamplingVariant) -> None:
         if variant.drafts or variant.only is not None:

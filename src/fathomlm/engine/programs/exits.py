@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from fathomlm.decode.confidence import MEASURES, AtExit, find_classifiers, find_gate
-from fathomlm.decode.exiting import Threshold, thresholds_of
+from fathomlm.decode.exiting import Threshold
 from fathomlm.depth import Step
 from fathomlm.engine.device_state import ENTER, PrefillBatch
 from fathomlm.engine.kv_pages import AttentionMetadata, attention_for
@@ -41,6 +41,7 @@ from fathomlm.engine.programs.base import (
     WAITING,
     ProgramContext,
     SamplingVariant,
+    SlotThresholds,
     StepOutput,
     TokenChooser,
     pick,
@@ -124,7 +125,8 @@ class ExitProgram:
         self.level_S = torch.zeros(s.slots + 1, dtype=torch.int64, device=s.device)
         self.filled_BS = torch.zeros(self.last, s.slots + 1, dtype=torch.int64, device=s.device)
         """How many positions have run each segment; of those up to `deepest`."""
-        self.threshold_SB = torch.ones(s.slots + 1, self.last, device=s.device)
+        self._thresholds = SlotThresholds(s, self.last)
+        self.threshold_SB = self._thresholds.of_SB
         # What the last exit that a token met chose for it, and how sure it was: for every token on its way.
         self.places = self.last * self.stack
         self.choice_SK = torch.zeros(s.slots + 1, self.places, dtype=torch.int64, device=s.device)
@@ -173,13 +175,10 @@ class ExitProgram:
 
     def place(self, placements: Sequence[Placement], threshold: Threshold) -> None:
         s = self.parts.state
-        slots_K = s.upload([placement.slot for placement in placements])
+        slots_K = s.placed_K
         self.level_S.index_fill_(0, slots_K, 0)
-        filled_K = s.upload([placement.sequence.length - 1 for placement in placements])
-        self.filled_BS.index_copy_(1, slots_K, filled_K.expand(self.last, -1))
-        own = (placement.sequence.request.exit_threshold for placement in placements)
-        each = [thresholds_of(threshold if one is None else one, self.last) for one in own]
-        self.threshold_SB.index_copy_(0, slots_K, s.upload(each, torch.float32))
+        self.filled_BS.index_copy_(1, slots_K, s.position_S.index_select(0, slots_K).expand(self.last, -1))
+        self._thresholds.place(s, placements, threshold)
 
     @property
     def chooses(self) -> bool:

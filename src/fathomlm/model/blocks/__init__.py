@@ -10,7 +10,7 @@ from fathomlm.depth import Architecture
 from fathomlm.kernels.half import effective_weight, folded
 from fathomlm.kernels.norm import RMSNorm
 from fathomlm.model.blocks.attention import Attention, CrossAttention, build_norm
-from fathomlm.model.blocks.feed_forward import Experts, FeedForward
+from fathomlm.model.blocks.feed_forward import Experts, FeedForward, aligned
 from fathomlm.model.blocks.step_context import CrossRows, Packed, PackedRows, StepContext
 
 
@@ -76,7 +76,8 @@ class Block(nn.Module):
 
     def pack_rows(self, dtype: torch.dtype) -> PackedRows:
         """The weights for the kernels of decoding rows."""
-        return PackedRows(*self.pack(dtype), *self.after(), self.mlp.activation, self.cross_rows(dtype))
+        qkv, o, both, down = self.pack(dtype)
+        return PackedRows(qkv, o, *aligned(both, down), *self.after(), self.mlp.activation, self.cross_rows(dtype))
 
     def pack(self, dtype: torch.dtype) -> Packed:
         """The weights for `StepContext.packed`."""

@@ -19,6 +19,19 @@ from fathomlm.kernels.swiglu import norm_swiglu_mlp
 from fathomlm.model.blocks.attention import build_linear
 from fathomlm.model.blocks.step_context import StepContext
 
+NEURONS = 16
+"""Kernels load whole vectors of a weight only where they know that its rows begin at multiples of this many entries."""
+
+
+def aligned(both_2IM: Tensor, down_MI: Tensor) -> tuple[Tensor, Tensor]:
+    """Gate with up, and down, with neurons added that put out nothing, where their number would make kernels slow: with 952
+    in each of 26 layers, eight more make decoding 64 rows 1.4 times as fast."""
+    if not (missing := -down_MI.shape[1] % NEURONS):
+        return both_2IM, down_MI
+    gate_IM, up_IM = both_2IM.chunk(2)
+    below = (0, 0, 0, missing)
+    return torch.cat((F.pad(gate_IM, below), F.pad(up_IM, below))), F.pad(down_MI, (0, missing))
+
 
 class FeedForward(nn.Module):
     """down(act(gate(x)) * up(x)), or down(act(up(x))) without a gate."""
