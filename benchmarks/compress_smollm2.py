@@ -86,8 +86,9 @@ def known(row: Row, results: Results) -> Record:
 
 
 def original_of(found: Record, models: Sequence[Record], base: Record) -> Record:
-    """The original that was uptrained on as many tokens, at its best rate; `base` where there is none."""
-    alike = [model for model in models if model["kind"] == "original" and model["tokens"] == found["tokens"]]
+    """The original that was uptrained on as many tokens but for a batch's, at its best rate; `base` where there is none."""
+    originals = (model for model in models if model["kind"] == "original")
+    alike = [model for model in originals if abs(model["tokens"] - found["tokens"]) <= 0.01 * found["tokens"]]
     return min(alike, key=lambda model: model["loss"], default=base)
 
 
