@@ -14,7 +14,7 @@ from torch import Tensor
 from decode.exit_models import build, exiting, mixing_threshold
 from engine.test_engine import MANY, NEW, SMALL, many
 from fathomlm.decode.exiting import Exiting
-from fathomlm.engine import layers
+from fathomlm.engine import kv_pages
 from fathomlm.engine.engine import Engine
 from fathomlm.engine.options import EngineOptions
 from fathomlm.engine.sizing import ample_memory
@@ -54,7 +54,7 @@ def round_entries(monkeypatch: pytest.MonkeyPatch) -> None:
     def rounding(write: Callable[..., None]) -> Callable[..., None]:
         return lambda k, v, *others: write(rounded(k), rounded(v), *others)
 
-    monkeypatch.setattr(layers, "write_entries", rounding(layers.write_entries))
+    monkeypatch.setattr(kv_pages, "write_entries", rounding(kv_pages.write_entries))
     stored = GatheredPages.store
     monkeypatch.setattr(GatheredPages, "store", lambda seen, *given: rounding(partial(stored, seen))(*given))
     monkeypatch.setattr(row_qkv, "plain_write_entries", rounding(row_qkv.plain_write_entries))

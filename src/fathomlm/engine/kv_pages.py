@@ -2,8 +2,8 @@
 that one there may be pages of trained prefixes, which every sequence reads and none is given: one prefix for each step that
 looks at entries of the plane. It ends with a page, so that a sequence's own entries follow it, and may begin inside one.
 
-Shapes: L planes, P pages, E entries of a page, G key-value heads, D head width; N tokens of a batch, S slots, T tables of a
-slot.
+Shapes: L planes, P pages, E entries of a page, G key-value heads, H query heads, D head width; N tokens of a batch, S slots,
+T tables of a slot.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from fathomlm.engine.options import KvDtype
 from fathomlm.engine.schedule import PageCopy
 from fathomlm.kernels.attention_blocks import NO_PREFIX, PrefixSpan
 from fathomlm.kernels.gathered_attention import GatheredPages
+from fathomlm.kernels.paged_attention import paged_attention
 from fathomlm.kernels.paged_write import FLOAT8, copy_entries, copy_page, write_entries
 
 Windows = tuple[int | None, ...]
@@ -228,6 +229,49 @@ class KVPages:
         """The spare pages left out."""
         beside = sum(t[:-1].numel() * t.element_size() for t in self.positions.values())
         return beside + sum(t[:, :-1].numel() * t.element_size() for pair in self._pools for t in pair)
+
+
+@dataclass(frozen=True, slots=True)
+class StepPages:
+    """What a block's attention asks of the pages, at one step."""
+
+    k_pages: Tensor
+    v_pages: Tensor
+    attention: AttentionMetadata
+    window: int | None = None
+    starts_N: Tensor | None = None
+    reads: bool = field(kw_only=True)
+    """The entries are another step's; this one makes none."""
+    bias_DH: Tensor | None = None
+    source: StepPages | None = None
+
+    def store(self, entries: tuple[Tensor, Tensor]) -> None:
+        k_NG1D, v_NG1D = entries
+        if self.attention.gathered is not None:
+            self.attention.gathered.store(k_NG1D[:, :, 0], v_NG1D[:, :, 0], self.k_pages, self.v_pages)
+            return
+        k_NGD, v_NGD = k_NG1D[:, :, 0].contiguous(), v_NG1D[:, :, 0].contiguous()
+        write_entries(k_NGD, v_NGD, self.k_pages, self.v_pages, self.attention.slot_mapping_N)
+
+    def attend(self, q_NH1D: Tensor, entries: tuple[Tensor, Tensor] | None, scale: float) -> Tensor:
+        """What the rows gather, (N, H, 1, D), their own entry included."""
+        if entries is not None:
+            self.store(entries)
+        table_NP, lengths_N = self.attention.table_NP, self.attention.lengths_N
+        if self.attention.gathered is not None:
+            seen = self.attention.gathered
+            return seen.attend(q_NH1D, self.k_pages, self.v_pages, scale, self.window, self.bias_DH, self.starts_N)
+        q_NHD = q_NH1D[:, :, 0].contiguous()
+        mixed_NHD = paged_attention(
+            q_NHD, self.k_pages, self.v_pages, table_NP, lengths_N, scale, self.window, sequence_N=self.attention.sequence_N,
+            bias_DH=self.bias_DH, bits_N=self.attention.bits_N, starts_N=self.starts_N, prefix=self.attention.prefix,
+            back_NE=self.attention.back_NE,
+        )  # fmt: skip
+        return mixed_NHD[:, :, None]
+
+    def attend_source(self, q_NH1D: Tensor, scale: float) -> Tensor:
+        assert self.source is not None
+        return self.source.attend(q_NH1D, None, scale)
 
 
 def entry_dtype(kv_dtype: KvDtype, weights: torch.dtype) -> torch.dtype:

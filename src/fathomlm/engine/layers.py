@@ -1,9 +1,9 @@
 """The model's layers over rows: one token each, of different sequences and recursions.
 
 Three ways to run a layer that agree but for rounding. `fused` multiplies with packed weights in a few kernels made for few
-rows, for layers with a norm before each half, and perhaps one behind it (Ouro); what a step adds to its layer is merged
-into weights of its own. `quantized` runs layers of the first kind in one call on a CPU, where their weights are integers.
-`blocks` runs the model's own modules, whatever their family, and asks only attention to look into pages.
+rows (`fused_layers`), for layers with a norm before each half, and perhaps one behind it (Ouro); what a step adds to its
+layer is merged into weights of its own. `quantized` runs layers of the first kind in one call on a CPU, where their weights
+are integers. `blocks` runs the model's own modules, whatever their family, and asks only attention to look into pages.
 Layers that attend to an encoder's output are `fused`, too, where every token has an entry for each of its steps.
 On a CPU rows that stand for nothing are left out of every pass.
 
@@ -13,49 +13,24 @@ Shapes: N rows, M hidden width, D head width, H query heads, P positions.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fathomlm.depth import Step
+from fathomlm.engine.fused_layers import FusedLayers
 from fathomlm.engine.grouped import GroupedDelta
-from fathomlm.engine.kv_pages import AttentionMetadata, KVPages, Windows
+from fathomlm.engine.kv_pages import AttentionMetadata, KVPages, StepPages, Windows
 from fathomlm.engine.layout import Layout
-from fathomlm.engine.row_positions import RowPositions, Turns
+from fathomlm.engine.row_positions import RowPositions
 from fathomlm.engine.sources import Sources
-from fathomlm.kernels.attention_blocks import TAKES_PRODUCT, called_entries, choose_splits, workspace_size
 from fathomlm.kernels.cpu_layers import CpuLayers, StepEntries, describe
-from fathomlm.kernels.few_attention import few_parts, few_space, takes_few_rows
 from fathomlm.kernels.half import folded
-from fathomlm.kernels.norm import RMSNorm, add_norm
-from fathomlm.kernels.paged_attention import paged_attention
-from fathomlm.kernels.paged_write import write_entries
-from fathomlm.kernels.qkv_attention import norm_qkv_attend
-from fathomlm.kernels.row_attention import Ahead
-from fathomlm.kernels.row_linear import RowWeight, SplitSpace, add_linear, norm_gated, norm_linear
-from fathomlm.kernels.row_qkv import norm_qkv_rope_write
-from fathomlm.kernels.triton_here import triton
-from fathomlm.kernels.wide_rows import MANY_ROWS
+from fathomlm.kernels.norm import RMSNorm
+from fathomlm.kernels.row_linear import norm_linear
 from fathomlm.model.blocks import Block, StepContext
-from fathomlm.model.blocks.step_context import CrossRows
 from fathomlm.model.decoder import Decoder
-
-if triton is not None:
-    from fathomlm.kernels.few_attention import attend_few
-
-
-@dataclass(frozen=True, slots=True)
-class Scratch:
-    """Room that the kernels of one pass size share, so that recorded work finds it where it was."""
-
-    sums: SplitSpace
-    attention: Tensor
-    arrived: Tensor
-    splits: int
-    source_splits: int
-    """Programs that share a row's source."""
 
 
 class PagedLayers:
@@ -73,16 +48,13 @@ class PagedLayers:
         alone: bool = False,
         merge: bool = True,
     ) -> None:
-        """`max_length` is the most tokens of a sequence, `own` what exits run of their own, `sources` what an
-        encoder made. `fuse` says how layers are run;
-        by default fused where they can be and a GPU is there. `compiled` compiles what is not a layer. `alone`: passes have
-        one row, whose sums may be rounded as one row's are; otherwise a row's never depend on how many there are. `merge`:
-        fused layers may be relaxed, each step with merged weights of its own."""
-        self.decoder, self.layout, self.pages = decoder, layout, pages
+        """`max_length` is the most tokens of a sequence, `own` what exits run of their own, `sources` what an encoder made.
+        `fuse` says how layers are run; by default fused where they can be and a GPU is there. `compiled` compiles what is
+        not a layer. `alone`: passes have one row, whose sums may be rounded as one row's are; otherwise a row's never depend
+        on how many there are. `merge`: fused layers may be relaxed, each step with merged weights of its own."""
+        self.decoder, self.layout, self.pages, self.sources = decoder, layout, pages, sources
         self.architecture = decoder.architecture
-        self.max_length, self.alone, self.sources = max_length, alone, sources
-        weight = decoder.embed.weight
-        self.device, self.dtype = weight.device, weight.dtype
+        self.device, self.dtype = decoder.embed.weight.device, decoder.embed.weight.dtype
         wanted = self.device.type == "cuda" if fuse is None else fuse
         routed = decoder.plan.routing is not None
         merge = merge and not routed  # a routed model's rows of all recursions share a pass
@@ -107,8 +79,10 @@ class PagedLayers:
                 made = [each[0].transpose(0, 1).contiguous() for each in layer.attn.prefix_entries(delta)]
             pages.store_prefix(*layout.home(step), self._numbers[step.index], *made)
         self._draft_rows: Tensor | None = None
-        self._scratch: dict[int, Scratch] = {}
-        self._few_scratch: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self._fused = None if not self.fused else FusedLayers(
+            decoder, self.packed, layout, pages, self._places, max_length, bias_DH=self._bias_DH, sources=sources,
+            alone=alone, entering=self._entering,
+        )  # fmt: skip
         self._grouped: dict[tuple[int, int | None], GroupedDelta | None] = {}
 
     def enter(self, tokens_N: Tensor) -> Tensor:
@@ -178,8 +152,8 @@ class PagedLayers:
             return self._integers(
                 self._quantized, x_NM if spend else x_NM.clone(), steps, attention, positions_N, recursion_N
             )
-        if self.fused:
-            return self._fused(x_NM if spend else x_NM.clone(), steps, attention, positions_N, recursion_N, alone)
+        if self._fused is not None:
+            return self._fused.run(x_NM if spend else x_NM.clone(), steps, attention, positions_N, recursion_N, alone)
         seen = self._seen(steps, attention, positions_N, recursion_N)
         if self.decoder.inject is not None:
             return self._injected(x_NM, steps, seen, positions_N, recursion_N)
@@ -262,8 +236,8 @@ class PagedLayers:
         for step in steps:
             if not entered and self._norms_between(step) and step.recursion:
                 x_NM, entered = self._norm(x_NM), True
-            if self.fused:
-                self._keep_fused(x_NM, step, attention, positions_N, angles)
+            if self._fused is not None:
+                self._fused.keep(x_NM, step, attention, positions_N, angles)
                 continue
             layer, context = self.decoder.layer_of(step), self._context(step, attention, positions_N, None)
             assert isinstance(layer, Block)
@@ -341,121 +315,12 @@ class PagedLayers:
             delta = delta.at(step.recursion + recursion_N)
         source = None
         if (read := attention.source) is not None:
-            source = _StepPages(*self.pages.at(0, step.index, read.planes), read, reads=True)
-        pages = _StepPages(
+            source = StepPages(*self.pages.at(0, step.index, read.planes), read, reads=True)
+        pages = StepPages(
             *self.pages.at(*self.layout.home(step), attention.planes), attention, windows[0], attention.starts.get(windows),
             reads=plan.reads_kv(step), bias_DH=self._bias_DH, source=source,
         )  # fmt: skip
         return StepContext(cos, sin, None, False, None, None, delta, pages=pages)
-
-    # Packed weights.
-
-    def _fused(
-        self, x_NM: Tensor, steps: Sequence[Step], attention: AttentionMetadata, positions_N: Tensor,
-        recursion_N: Tensor | None, alone: bool = False,
-    ) -> Tensor:  # fmt: skip
-        assert recursion_N is None or not self.merged, "rows of several recursions cannot share merged weights"
-        if len(x_NM) == 1 and not (alone or self.alone):
-            both = AttentionMetadata(
-                F.pad(attention.slot_mapping_N, (0, 1), value=-1), attention.table_NP.expand(2, -1),
-                F.pad(attention.lengths_N, (0, 1)), planes=attention.planes,
-                bits_N=None if attention.bits_N is None else F.pad(attention.bits_N, (0, 1)),
-                starts={windows: F.pad(starts_N, (0, 1)) for windows, starts_N in attention.starts.items()},
-                source=None if attention.source is None else attention.source.rows(torch.zeros_like(positions_N).expand(2)),
-            )  # fmt: skip
-            twice = None if recursion_N is None else recursion_N.expand(2)
-            return self._fused(x_NM.repeat(2, 1), steps, both, positions_N.expand(2), twice)[:1]
-        a, plan, scratch = self.architecture, self.decoder.plan, self._scratch_for(x_NM.shape[0])
-        angles: dict[Turns, tuple[Tensor, Tensor]] = {}
-        for number, step in enumerate(steps):
-            windows, turns = self._places.windows(step, recursion_N), self._places.turns(step, recursion_N)
-            if turns not in angles:
-                angles[turns] = self._places.angles(turns, positions_N, recursion_N, attention.angles)
-            cos_ND, sin_ND = angles[turns]
-            x_NM = self._entering(x_NM, step, recursion_N, attention)
-            k_pages, v_pages = self.pages.at(*self.layout.home(step), attention.planes)
-            packed = self.packed[step.index]
-            reads = plan.reads_kv(step)
-            qkv_WM = packed.qkv_WM[: a.heads * a.head_dim] if reads else packed.qkv_WM
-            groups = 0 if reads else a.kv_heads
-            eps, starts_N = a.norm_eps, attention.starts.get(windows)
-            entrance = (x_NM, qkv_WM, eps, a.heads, groups, cos_ND, sin_ND, k_pages, v_pages, attention.slot_mapping_N)
-            seen = (attention.table_NP, attention.lengths_N, a.scale, windows[0], scratch.splits, scratch.attention)
-            if TAKES_PRODUCT and attention.apart and not reads and self._bias_DH is None:
-                ahead = self._ahead(step, steps[number + 1 : number + 2], attention) if windows == (None,) else None
-                mixed_NHD = norm_qkv_attend(*entrance, *seen, scratch.arrived, starts_N=starts_N, ahead=ahead)
-            else:
-                q_NHD = norm_qkv_rope_write(*entrance)
-                plain = windows == (None,) and starts_N is None and not reads and self._bias_DH is None
-                if plain and attention.together is not None and takes_few_rows(q_NHD, attention.together[0]):
-                    mixed_NHD = self._attend_few(q_NHD, k_pages, v_pages, attention)
-                else:
-                    mixed_NHD = paged_attention(
-                        q_NHD, k_pages, v_pages, *seen, sequence_N=attention.sequence_N, arrived=scratch.arrived,
-                        bits_N=attention.bits_N, starts_N=starts_N, bias_DH=self._bias_DH,
-                    )  # fmt: skip
-            self._add(x_NM, mixed_NHD.flatten(1), packed.o_MW, packed.after_attn_M, scratch.sums)
-            if packed.cross is not None:
-                self._add_source(x_NM, step, packed.cross, attention.source, scratch)
-            inner_NI = norm_gated(x_NM, packed.both_2IM, eps, activation=packed.activation)
-            self._add(x_NM, inner_NI, packed.down_MI, packed.after_mlp_M, scratch.sums)
-        return x_NM
-
-    def _add_source(
-        self, x_NM: Tensor, step: Step, cross: CrossRows, source: AttentionMetadata | None, scratch: Scratch
-    ) -> None:
-        """What rows find in their sources."""
-        assert source is not None, "rows of a decoder with an encoder have sources"
-        a = self.architecture
-        q_NHD = norm_linear(x_NM, cross.q_WM, a.norm_eps).view(len(x_NM), a.heads, a.head_dim)
-        mixed_NHD = paged_attention(
-            q_NHD, *self.pages.at(0, step.index, source.planes), source.table_NP, source.lengths_N, a.scale, None,
-            scratch.source_splits, scratch.attention, arrived=scratch.arrived,
-        )  # fmt: skip
-        add_linear(x_NM, mixed_NHD.flatten(1), cross.o_MW, out=x_NM, space=scratch.sums)
-
-    def _attend_few(self, q_NHD: Tensor, k_pages: Tensor, v_pages: Tensor, attention: AttentionMetadata) -> Tensor:
-        """Of rows that stand together."""
-        assert attention.together is not None
-        (N, H, D), (rows, nodes) = q_NHD.shape, attention.together
-        parts = few_parts(N // rows, H, self.max_length)
-        if (N, parts) not in self._few_scratch:
-            room, counts = few_space(N, H, D, parts)
-            self._few_scratch[N, parts] = (
-                torch.empty(room, dtype=torch.float32, device=self.device),
-                torch.zeros(counts, dtype=torch.int32, device=self.device),
-            )
-        space = self._few_scratch[N, parts]
-        seen = attention.table_NP, attention.lengths_N, self.architecture.scale
-        return attend_few(q_NHD, k_pages, v_pages, *seen, rows, nodes, parts, *space, attention.bits_N)
-
-    def _ahead(self, step: Step, then: Sequence[Step], attention: AttentionMetadata) -> Ahead | None:
-        """What the next step reads, where rows have it in the same pages."""
-        rows, a = len(attention.lengths_N), self.architecture
-        many = called_entries(rows, a.kv_heads, a.head_dim, self.pages.dtype.itemsize)
-        if not many or not then or self.layout.home(then[0])[0] != self.layout.home(step)[0]:
-            return None
-        return Ahead(*self.pages.at(*self.layout.home(then[0]), attention.planes), many)
-
-    def _keep_fused(
-        self, x_NM: Tensor, step: Step, attention: AttentionMetadata, positions_N: Tensor, angles: tuple[Tensor, Tensor]
-    ) -> None:
-        """Keys and values alone; no query."""
-        a = self.architecture
-        if self.decoder.plan.reads_kv(step):
-            return
-        cos_ND, sin_ND = self._places.angles(self._places.turns(step, None), positions_N, None, angles)
-        kv_WM = self.packed[step.index].qkv_WM[a.heads * a.head_dim : (a.heads + 2 * a.kv_heads) * a.head_dim]
-        k_pages, v_pages = self.pages.at(*self.layout.home(step), attention.planes)
-        slots_N = attention.slot_mapping_N
-        norm_qkv_rope_write(x_NM, kv_WM, a.norm_eps, 0, a.kv_heads, cos_ND, sin_ND, k_pages, v_pages, slots_N)
-
-    def _add(self, x_NM: Tensor, inner_NK: Tensor, weight_MK: RowWeight, after_M: Tensor | None, sums: SplitSpace) -> None:
-        """A half's last product onto the stream, through the norm behind it where there is one."""
-        if after_M is None:
-            add_linear(x_NM, inner_NK, weight_MK, out=x_NM, space=sums)
-        else:
-            add_norm(x_NM, add_linear(None, inner_NK, weight_MK, space=sums), after_M, self.architecture.norm_eps)
 
     # Integers, on a CPU.
 
@@ -521,68 +386,3 @@ class PagedLayers:
             cos_ND, sin_ND = self._places.angles(turns, positions_N, recursion_N)
             known[turns] = cos_ND[:, None, None], sin_ND[:, None, None]
         return known[turns]
-
-    def _scratch_for(self, rows: int) -> Scratch:
-        rows = 1 << (rows - 1).bit_length()  # reading asks for any number of rows: a few sizes serve them all
-        if rows not in self._scratch:
-            a = self.architecture
-            source = 0 if self.sources is None else self.sources.table_SP.shape[1] * self.pages.page_size
-            splits, source_splits = (
-                choose_splits(rows, a.kv_heads, most) if self.device.type == "cuda" else 1
-                for most in (self.max_length, source)
-            )
-            room = workspace_size(rows, a.heads, a.head_dim, max(splits, source_splits))
-            few = rows < MANY_ROWS or self.dtype.itemsize > 2  # a library multiplies many rows, and needs no room of ours
-            space = SplitSpace.build(rows if few else 0, a.hidden, self.device)
-            workspace = torch.empty(room, dtype=torch.float32, device=self.device)
-            arrived = torch.zeros(rows * a.kv_heads, dtype=torch.int32, device=self.device)
-            self._scratch[rows] = Scratch(space, workspace, arrived, splits, source_splits)
-        return self._scratch[rows]
-
-
-@dataclass(frozen=True, slots=True)
-class _StepPages:
-    """What a block's attention asks of the pages, at one step."""
-
-    k_pages: Tensor
-    v_pages: Tensor
-    attention: AttentionMetadata
-    window: int | None = None
-    starts_N: Tensor | None = None
-    reads: bool = field(kw_only=True)
-    """The entries are another step's; this one makes none."""
-    bias_DH: Tensor | None = None
-    source: _StepPages | None = None
-
-    def store(self, entries: tuple[Tensor, Tensor]) -> None:
-        k_NG1D, v_NG1D = entries
-        if self.attention.gathered is not None:
-            self.attention.gathered.store(k_NG1D[:, :, 0], v_NG1D[:, :, 0], self.k_pages, self.v_pages)
-            return
-        write_entries(
-            k_NG1D[:, :, 0].contiguous(),
-            v_NG1D[:, :, 0].contiguous(),
-            self.k_pages,
-            self.v_pages,
-            self.attention.slot_mapping_N,
-        )
-
-    def attend(self, q_NH1D: Tensor, entries: tuple[Tensor, Tensor] | None, scale: float) -> Tensor:
-        """What the rows gather, (N, H, 1, D), their own entry included."""
-        if entries is not None:
-            self.store(entries)
-        table_NP, lengths_N = self.attention.table_NP, self.attention.lengths_N
-        if self.attention.gathered is not None:
-            seen = self.attention.gathered
-            return seen.attend(q_NH1D, self.k_pages, self.v_pages, scale, self.window, self.bias_DH, self.starts_N)
-        q_NHD = q_NH1D[:, :, 0].contiguous()
-        mixed_NHD = paged_attention(
-            q_NHD, self.k_pages, self.v_pages, table_NP, lengths_N, scale, self.window, sequence_N=self.attention.sequence_N,
-            bias_DH=self.bias_DH, bits_N=self.attention.bits_N, starts_N=self.starts_N, prefix=self.attention.prefix,
-            back_NE=self.attention.back_NE,
-        )  # fmt: skip
-        return mixed_NHD[:, :, None]
-
-    def attend_source(self, q_NH1D: Tensor, scale: float) -> Tensor:
-        assert self.source is not None
-        return self.source.attend(q_NH1D, None, scale)
