@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from fathomlm.engine import sizing
 from fathomlm.engine.engine import Engine
 from fathomlm.engine.kv_pages import AttentionMetadata, KVPages
 from fathomlm.engine.layout import Layout, build_layout
-from fathomlm.engine.programs.exits import ExitProgram, _stride
+from fathomlm.engine.programs.exits import ExitProgram
 from fathomlm.engine.schedule import PageCopy, PageGrant, SchedulerOutput
 from fathomlm.errors import PlanError
 from model.route.small import model_of, routed
@@ -46,9 +45,8 @@ def test_every_plane_that_rows_are_led_to_is_their_own_steps() -> None:
         for layers in cuts:
             layout = build_layout(LLAMA, plan, None, [layer - 1 for layer in layers])
             assert all(0 <= plane < layout.planes[pool] for pool, plane in layout.homes.values())
-            parts: Any = SimpleNamespace(layout=layout, plan=plan)
             segments = [plan.steps[a:b] for a, b in itertools.pairwise((0, *layers, plan.unrolled_layers))]
-            if (on := _stride(parts, segments)) is None:
+            if (on := layout.stride(plan, segments)) is None:
                 continue
             shared.add((plan.recursions, plan.kv, len(layers)))
             for k, steps in enumerate(segments):

@@ -19,12 +19,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from itertools import pairwise
+from typing import Literal, NamedTuple
 
 from fathomlm.depth import Architecture, DepthPlan, Relaxation, Step
 from fathomlm.errors import UnsupportedModel
 
 Kind = Literal["whole", "routed", "exits"]
+
+
+class Stride(NamedTuple):
+    """From a step of one segment to the one in its place in the next."""
+
+    recursions: int
+    planes: int
+    """0 where both look at the same entries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +75,22 @@ class Layout:
         number is true of all of them."""
         homes = [(self.home(step), self.home(twin)) for step, twin in zip(steps, twins, strict=True)]
         found = {plane[1] - own[1] if plane[0] == own[0] else None for own, plane in homes}
+        return found.pop() if len(found) == 1 else None
+
+    def stride(self, plan: DepthPlan, segments: Sequence[Sequence[Step]]) -> Stride | None:
+        """From one segment to the next, where rows of all of them can share a pass: the layers are the same in the same
+        order, and one number of recursions and one of planes lead from each step on to its twin. Windows and angles may
+        differ (`row_positions`)."""
+        first, found = segments[0], set()
+        for before, steps in pairwise(segments):
+            if [step.layer for step in first] != [step.layer for step in steps]:
+                return None
+            twins = list(zip(before, steps, strict=True))
+            planes = self.shift(before, steps)
+            recursions = {twin.recursion - step.recursion for step, twin in twins}
+            if len(recursions) != 1 or planes is None or {plan.reads_kv(step) for step in steps} != {planes == 0}:
+                return None
+            found.add(Stride(recursions.pop(), planes))
         return found.pop() if len(found) == 1 else None
 
 

@@ -1,8 +1,8 @@
 """What lies around the layers of a pass with one sequence and one exit, a kernel in front and one behind.
 
 A shallow pass is so short that the thirty small operations beside its layers, each a launch of its own, count. Their meaning
-is the plain torch of `engine.programs.exits`, for one slot, which the tests hold these kernels against. The first kernel
-leaves what the slot's numbers were, so that programs of the second do not read what another one has changed.
+is the plain torch of `engine.programs.exits` and `exit_decisions`, for one slot, which the tests hold these kernels against.
+The first kernel leaves what the slot's numbers were, so that programs of the second do not read what another has changed.
 
 Shapes: N rows, S the slot and a spare one, C columns of a slot's numbers, P pages of a table, M hidden width, D head width,
 K places of the ring, V vocabulary.

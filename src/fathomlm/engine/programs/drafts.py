@@ -34,7 +34,8 @@ from fathomlm.engine.programs.base import (
     StepOutput,
     ends_sequence,
 )
-from fathomlm.engine.programs.exits import ALL, ExitProgram, Rows
+from fathomlm.engine.programs.exit_decisions import ALL, Rows
+from fathomlm.engine.programs.exits import ExitProgram
 from fathomlm.engine.programs.whole import begin_settled, metadata_of
 from fathomlm.engine.sampler import Sampled
 from fathomlm.engine.schedule import Placement
@@ -118,7 +119,7 @@ class DraftProgram(ExitProgram):
         output: StepOutput,
     ) -> None:  # fmt: skip
         s = self.parts.state
-        exits_N, _, choice_N, confidence_N, _, judged_N = self._find_exits(scores_NV, sure_N, rows)
+        exits_N, _, choice_N, confidence_N, _, judged_N = self._decisions.find_exits(scores_NV, sure_N, rows)
         index_N = (s.generated_S - s.position_S).index_select(0, rows.slots_N) + rows.positions_N
         if not variant.drafts:
             exits_N, judged_N = torch.zeros_like(exits_N), torch.zeros_like(judged_N)  # what was not asked is not judged

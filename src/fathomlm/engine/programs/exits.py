@@ -3,7 +3,8 @@
 Exits cut the plan into segments: segment 0 ends at the first exit, the last one with the last layer. A slot has one current
 token, whose next segment is its level. Tokens that exited wait at the segment that they run next, in a ring with the state
 they exited with. When a token runs a segment, all that wait there run it with it, each a row, and get their exact entries;
-when a ring is full, those that wait in it run on alone. So every segment sees the positions in order.
+when a ring is full, those that wait in it run on alone. So every segment sees the positions in order. Who exits is for
+`exit_decisions` to say.
 
 Behind the last segment that makes entries of its own (`deepest`) nobody waits: with a shared KV cache none do. With `copies`
 deeper entries are there at once, which is not exact: made of the state that exited (CALM's state copying), or those of the
@@ -19,23 +20,20 @@ Shapes: N rows, S slots, B segments but the first, K places of a ring, M hidden 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from fathomlm.decode.confidence import MEASURES, AtExit, find_classifiers, find_gate
+from fathomlm.decode.confidence import AtExit
 from fathomlm.decode.exiting import Threshold
 from fathomlm.depth import Step
 from fathomlm.engine.device_state import ENTER, PrefillBatch
 from fathomlm.engine.kv_pages import AttentionMetadata, attention_for
 from fathomlm.engine.programs.base import (
-    AGREED,
     FLAGS,
-    JUDGED,
     NEXT,
     SLOT,
     WAITING,
@@ -47,39 +45,12 @@ from fathomlm.engine.programs.base import (
     pick,
     pick_groups,
 )
+from fathomlm.engine.programs.exit_decisions import ALL, ExitDecisions, Rows
 from fathomlm.engine.programs.lone_rows import LoneRows, SlotExits
 from fathomlm.engine.programs.whole import count_entries, prefill_steps
 from fathomlm.engine.schedule import Placement
-from fathomlm.kernels.best_token import best_and_gap
-from fathomlm.model.route import draw
 
 Copies = Literal["state", "entries"]
-ALL = -1
-"""The pass that rows of every segment share."""
-
-
-class Stride(NamedTuple):
-    """From a step of one segment to the one in its place in the next."""
-
-    recursions: int
-    planes: int
-    """0 where both look at the same entries."""
-
-
-class Rows(NamedTuple):
-    """The rows of one pass."""
-
-    slots_N: Tensor
-    segment_N: Tensor
-    last_N: Tensor
-    """The last row of its slot."""
-    valid_N: Tensor
-    current_N: Tensor
-    """The row is its slot's current token; the others have exited and wait."""
-    positions_N: Tensor
-    state_NM: Tensor
-    """What a row enters its segment with; nothing in segment 0."""
-    slot_mapping_N: Tensor
 
 
 class ExitProgram:
@@ -102,7 +73,7 @@ class ExitProgram:
         `waits` tokens wait for every segment, also for those that make no entries."""
         assert 1 <= stack <= parts.batch_size, "what waits in a slot must fit into a pass"
         s, plan = parts.state, parts.plan
-        self.parts, self.exits, self.copies, self.forced, self.decay = parts, tuple(exits), copies, forced, decay
+        self.parts, self.exits, self.copies = parts, tuple(exits), copies
         self.cuts = [*(index + 1 for index in exits), plan.unrolled_layers]
         """How many layers a token has run behind each segment."""
         self.segments = self._segments()
@@ -111,7 +82,7 @@ class ExitProgram:
         makes = [k for k, steps in enumerate(self.segments) if any(not plan.reads_kv(step) for step in steps)]
         self.deepest = self.last if waits else 0 if copies else max(makes)
         self._stored = max(*makes, *(k for k, own in enumerate(self.own) if own), 0)
-        self.stride = None if any(self.own) or parts.layers.merged else _stride(parts, self.segments)
+        self.stride = None if any(self.own) or parts.layers.merged else parts.layout.stride(plan, self.segments)
         self._judges = self.deepest == self.last
         """Whether every token runs the last segment in the end, and so tells what exits would have chosen rightly."""
         self.stack = stack if self.deepest else 1
@@ -131,32 +102,29 @@ class ExitProgram:
         self.places = self.last * self.stack
         self.choice_SK = torch.zeros(s.slots + 1, self.places, dtype=torch.int64, device=s.device)
         self.confidence_SK = torch.zeros(s.slots + 1, self.places, device=s.device)
-        self._ends_B = torch.tensor(self.cuts, device=s.device)
         self._recursion_B = torch.tensor([steps[-1].recursion for steps in self.segments], device=s.device)
         loops = [[parts.layout.home(step)[1] for step in plan.recursion_steps(r)] for r in range(plan.recursions)]
         self._planes_RL = torch.tensor(loops if copies == "entries" else [], device=s.device)
         vocab = parts.layers.architecture.vocab if confidence == "kl" else 0
         self.scores_SV = torch.zeros(s.slots + 1, vocab, device=s.device)
         """What the last exit that a slot's token met made of it, where that is compared."""
-        decoder = parts.layers.decoder
-        self._own_heads = [index for index in exits if decoder.has_exit_head(index)]
-        self._measure = confidence
-        find = {"classifier": find_classifiers, "gate": find_gate}.get(confidence)
-        self._classifiers = {} if find is None else find(decoder, self.exits)
+        self._own_heads = [index for index in exits if parts.layers.decoder.has_exit_head(index)]
+        kept = SlotExits(
+            self.ring_BSKM, self.level_S, self.filled_BS, self.threshold_SB, self.choice_SK, self.confidence_SK, self.cuts
+        )
+        self._decisions = ExitDecisions(
+            parts, exits, kept, self.scores_SV, confidence=confidence, judges=self._judges, decay=decay, forced=forced
+        )
+        self._ends_B = self._decisions.ends_B
         self._begin = {self.numbers[name]: parts.small(self._begin_plain) for name in self.passes}
         self._end = parts.small(self._end_plain)
         self._tell = parts.small(self._tell_plain)
         self._enter = parts.small(self._enter_plain)
-        self._find_exits = parts.small(self._exit_plain)
-        self._classified = parts.small(self._classified_plain)
         self._left = parts.small(self._left_plain)
         self._repeat = partial(parts.layers.pages.repeat, 0, self._planes_RL)
         self._choose = TokenChooser(parts)
         exact = self.last == self.deepest == 1 and not self.mixed and copies is None
         plain = confidence == "gap" and forced is None and decay is None
-        kept = SlotExits(
-            self.ring_BSKM, self.level_S, self.filled_BS, self.threshold_SB, self.choice_SK, self.confidence_SK, self.cuts
-        )
         self._lone = LoneRows.of(parts, kept) if self.settles_alone and exact and plain else None
 
     streams = 1
@@ -251,10 +219,11 @@ class ExitProgram:
         )
         steps = self.segments[max(kind, 0)]
         before_NM, alone = x_NM, self.settles_alone and variant.only is not None and kind == 0
-        if self._measure == "state" and self.copies != "entries":  # what the exit's layer alone has changed
+        compares = self._decisions.measure == "state"
+        if compares and self.copies != "entries":  # what the exit's layer alone has changed
             before_NM = x_NM = layers.run(x_NM, steps[:-1], seen, rows.positions_N, recursion_N, alone=alone)
             steps = steps[-1:]
-        x_NM = layers.run(x_NM, steps, seen, rows.positions_N, recursion_N, spend=self._measure != "state", alone=alone)
+        x_NM = layers.run(x_NM, steps, seen, rows.positions_N, recursion_N, spend=not compares, alone=alone)
         if 0 <= kind < self.last and not variant.drafts:
             self._pass_by(kind, rows, x_NM, seen, output)
         else:
@@ -262,7 +231,7 @@ class ExitProgram:
             if 0 <= kind < self.last and self.own[kind]:
                 read_NM = layers.run(x_NM, self.own[kind], seen, rows.positions_N, alone=alone)
             scores_NV = self._scores(read_NM, rows.segment_N, kind)
-            sure_N = self._confidence(AtExit(before_NM, x_NM, scores_NV, None, read_NM), rows, kind)
+            sure_N = self._decisions.confidence(AtExit(before_NM, x_NM, scores_NV, None, read_NM), rows, kind)
             self._settle(kind, rows, x_NM, sure_N, scores_NV, variant, output)
 
     def _enter_plain(self, rows: Rows, kind: int) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
@@ -292,7 +261,7 @@ class ExitProgram:
         output: StepOutput,
     ) -> None:  # fmt: skip
         """Who exits, who is chosen, and what waits from here on."""
-        exits_N, chosen_N, choice_N, confidence_N, depth_N, flags_N = self._find_exits(scores_NV, sure_N, rows)
+        exits_N, chosen_N, choice_N, confidence_N, depth_N, flags_N = self._decisions.find_exits(scores_NV, sure_N, rows)
         if self.copies == "entries" and kind != self.last:
             self._repeat(*self._left(exits_N, rows.segment_N, rows.slot_mapping_N))
         elif self.copies == "state" and kind != self.last:
@@ -314,33 +283,6 @@ class ExitProgram:
             if index in self._own_heads:
                 scores_NV = torch.where((segment_N == k)[:, None], layers.scores(read_NM, index), scores_NV)
         return scores_NV
-
-    def _confidence(self, exit: AtExit, rows: Rows, kind: int) -> Tensor | None:
-        """How sure the exits are; None where it follows from the scores' best two, which are looked for anyway."""
-        if self._measure == "gap":
-            return None
-        if self._measure == "kl":
-            slots_N = torch.where(rows.valid_N, rows.slots_N, self.parts.state.spare)
-            known_NV = torch.where((rows.segment_N == 0)[:, None], 0.0, self.scores_SV[slots_N])
-            self.scores_SV.index_put_((slots_N,), exit.logits_RV)
-            return MEASURES["kl"](replace(exit, logits_before_RV=known_NV))
-        if not self._classifiers:
-            return MEASURES[self._measure](exit)
-        exits = range(self.last) if kind == ALL else [min(kind, self.last - 1)]
-        if self._measure == "gate" and not self._own_heads:  # one gate, which reads the same at every exit
-            exits = exits[:1]
-        assert exit.read_RM is not None
-        return self._classified(exit.read_RM, rows, exits)
-
-    def _classified_plain(self, read_NM: Tensor, rows: Rows, exits: Sequence[int]) -> Tensor:
-        before_N = self.confidence_SK[rows.slots_N, rows.positions_N % self.places]
-        before_N = torch.where(rows.segment_N == 0, 0.0, before_N)
-        found_N = torch.zeros_like(before_N)
-        for number, k in enumerate(exits):
-            at = AtExit(read_NM, read_NM, read_NM, self._classifiers[self.exits[k]], before=before_N)
-            sure_N = MEASURES[self._measure](at)
-            found_N = torch.where(rows.segment_N == k, sure_N, found_N) if number else sure_N
-        return found_N
 
     def _tell_plain(self, ints_NC: Tensor) -> None:
         """What each row's slot runs next, beside its flags."""
@@ -395,38 +337,6 @@ class ExitProgram:
         """Whether `size_S` tokens more cannot wait behind a segment."""
         return pending_S + size_S > self.stack
 
-    def _exit_plain(self, scores_NV: Tensor, sure_N: Tensor | None, rows: Rows) -> tuple[Tensor, ...]:
-        """Who exits, who is chosen, what the exit chose and how sure it was, after how many layers, and whether the last
-        layer would have chosen the same."""
-        s, slots_N = self.parts.state, rows.slots_N
-        at = (slots_N, rows.positions_N % self.places)
-        ends_N = rows.valid_N & (rows.segment_N == self.last)
-        meets_N = rows.current_N & ~ends_N
-        # Where nothing waits a token that exited is never judged, and those that did not say nothing of it: no flags, and
-        # nobody asks what an exit would have chosen.
-        choice_N = flags_N = torch.zeros_like(slots_N)
-        if sure_N is None or self._judges:
-            choice_N, gap_N = best_and_gap(scores_NV)
-            sure_N = gap_N if sure_N is None else sure_N
-        if self._judges:
-            judged_N = ends_N & (choice_N == self.choice_SK[at])
-            flags_N = ends_N.long() * JUDGED + judged_N.long() * AGREED
-            choice_N = torch.where(meets_N, choice_N, self.choice_SK[at])
-        sure_N = sure_N.clamp(0, 1)
-        confidence_N = torch.where(meets_N, sure_N, self.confidence_SK[at])
-        threshold_N = self.threshold_SB[slots_N, rows.segment_N.clamp_max(self.last - 1)]
-        if self.decay is not None:
-            written_N = s.generated_S[slots_N] / s.limit_S[slots_N].clamp_min(1)
-            threshold_N = (0.9 * threshold_N + 0.1 * torch.exp(-self.decay * written_N)).clamp_max(1.0)
-        above_N = (threshold_N == 0) | (confidence_N > threshold_N)
-        if self.forced is not None:
-            keys_N = s.position_S[slots_N] + 7919 * s.epoch_S[slots_N]
-            drawn_NK = torch.stack([draw(keys_N, k) for k in range(self.last)], 1)
-            above_N = drawn_NK.gather(1, rows.segment_N.clamp_max(self.last - 1)[:, None])[:, 0] < self.forced
-        exits_N = meets_N & above_N
-        chosen_N = exits_N | (rows.current_N & ends_N)
-        return exits_N, chosen_N, choice_N, confidence_N, self._ends_B[rows.segment_N], flags_N
-
     def _left_plain(self, exits_N: Tensor, segment_N: Tensor, slot_mapping_N: Tensor) -> tuple[Tensor, Tensor]:
         """Where what exits has its entries, in whatever plane (-1: it does not), and the last recursion that it ran."""
         slots = self.parts.layers.pages.stride(0) * self.parts.page_size
@@ -465,21 +375,3 @@ class ExitProgram:
         self.level_S.index_put_((torch.where(rows.current_N, rows.slots_N, s.spare),), level_N)
         s.since_S.index_copy_(0, speaks_N, s.clock.expand_as(speaks_N))
         s.clock.add_(1)
-
-
-def _stride(parts: ProgramContext, segments: Sequence[Sequence[Step]]) -> Stride | None:
-    """From one segment to the next, where rows of all of them can share a pass: the layers are the same in the same order,
-    and one number of recursions and one of planes lead from each step on to its twin. Windows and angles may differ
-    (`row_positions`)."""
-    plan, first = parts.plan, segments[0]
-    found = set()
-    for before, steps in pairwise(segments):
-        if [step.layer for step in first] != [step.layer for step in steps]:
-            return None
-        twins = list(zip(before, steps, strict=True))
-        planes = parts.layout.shift(before, steps)
-        recursions = {twin.recursion - step.recursion for step, twin in twins}
-        if len(recursions) != 1 or planes is None or {plan.reads_kv(step) for step in steps} != {planes == 0}:
-            return None
-        found.add(Stride(recursions.pop(), planes))
-    return found.pop() if len(found) == 1 else None

@@ -20,7 +20,8 @@ from fathomlm.depth import Step
 from fathomlm.engine.device_state import PrefillBatch
 from fathomlm.engine.kv_pages import AttentionMetadata, attention_for
 from fathomlm.engine.programs.base import SamplingVariant, StepOutput
-from fathomlm.engine.programs.exits import ALL, ExitProgram, Rows
+from fathomlm.engine.programs.exit_decisions import ALL, Rows
+from fathomlm.engine.programs.exits import ExitProgram
 from fathomlm.engine.programs.whole import count_entries, prefill_steps
 
 
@@ -76,7 +77,7 @@ class InjectedExitProgram(ExitProgram):
         state_NM = x_NM[:, :M].contiguous()
         read_NM = layers.run(state_NM, self.coda, own, rows.positions_N)
         scores_NV = self._scores(read_NM, rows.segment_N, kind)
-        sure_N = self._confidence(AtExit(before_NM, state_NM, scores_NV, None, read_NM), rows, kind)
+        sure_N = self._decisions.confidence(AtExit(before_NM, state_NM, scores_NV, None, read_NM), rows, kind)
         self._settle(kind, rows, x_NM, sure_N, scores_NV, variant, output)
 
     def _with_prelude(self, rows: Rows, x_NM: Tensor, seen: AttentionMetadata) -> Tensor:

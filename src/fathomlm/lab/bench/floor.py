@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from fathomlm.depth import Step
-from fathomlm.engine.programs.exits import ALL, ExitProgram
+from fathomlm.engine.programs.exit_decisions import ALL
+from fathomlm.engine.programs.exits import ExitProgram
 from fathomlm.engine.programs.routed import RoutedProgram
 from fathomlm.engine.programs.whole import WholeProgram
 from fathomlm.engine.runner import Runner
