@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,26 +29,15 @@ from fathomlm.checkpoints.assemble import (
     telling,
     with_loops,
 )
+from fathomlm.checkpoints.planned import Start, TyingOptions, check_dropping, lay_out, routed_plan
 from fathomlm.checkpoints.reduced import KeptLayers, KeptNeurons, RepeatedLayers
 from fathomlm.checkpoints.resolve import describe, open_source, parse_device, parse_dtype, plain_base
 from fathomlm.checkpoints.tied import Tying, ranks_within
-from fathomlm.checkpoints.tying import (
-    CALIBRATED,
-    INITS,
-    MEANS,
-    NORM_INITS,
-    Init,
-    NormInit,
-    starting_layers,
-)
-from fathomlm.depth import Architecture, DepthPlan, Relaxation, Step, build_routing
-from fathomlm.depth.cost import count
-from fathomlm.depth.plan import DEFAULT_RECURSIONS, KVMode, Resize, check_repeat
-from fathomlm.depth.relaxation import RELAXATIONS, build_relaxation, check_fits, kinds_with
-from fathomlm.depth.relaxation.kind import RelaxationKind
-from fathomlm.depth.routing import ROUTERS, RouterOptions
-from fathomlm.depth.sharing import kept_layers, with_neurons
-from fathomlm.errors import OptionError, choices
+from fathomlm.checkpoints.tying import starting_layers
+from fathomlm.depth import Step
+from fathomlm.depth.plan import KVMode, Resize
+from fathomlm.depth.sharing import kept_layers
+from fathomlm.errors import OptionError
 from fathomlm.model.blocks import build_block
 from fathomlm.model.hub import FathomForCausalLM
 from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomModel
@@ -135,135 +124,60 @@ def convert(
         return _with_open_routers(routed_model) if fresh else routed_model
     if by is not None and drop is None:
         raise OptionError("by says which layers are dropped; it requires drop")
-    times = check_dropping(drop, neurons, repeat, sharing=sharing, recursions=recursions, init=init, relax=relax)
-    _check_one(times, init, norm_init, resize)
+    asked = TyingOptions(
+        repeat=repeat,
+        sharing=sharing,
+        recursions=recursions,
+        init=init,
+        norm_init=norm_init,
+        relax=relax,
+        rank=rank,
+        relax_init=relax_init,
+        prefix_length=prefix_length,
+        linears_only=linears_only,
+        resize=resize,
+        router=router,
+        kv=kv,
+        budget=budget,
+    )
+    times = check_dropping(drop, neurons, asked)
     place = parse_device(device)
     base = plain_base(source)
-    limit = None if budget is None else _limit(budget, base.architecture, relax, rank)
-    if activations is not None and len(activations.influence) != base.architecture.layers:
+    whole = base.architecture
+    if activations is not None and len(activations.influence) != whole.layers:
         raise OptionError("the activations were measured on another model: it has another number of layers")
     if drop is not None:
         found = ((), ()) if activations is None else (activations.influence, activations.order)
-        kept = kept_layers(base.architecture.layers, drop, by, *found)
+        kept = kept_layers(whole.layers, drop, by, *found)
         base, activations = KeptLayers(base, kept), None if activations is None else activations.of(kept)
     dropped = list(base.layers) if isinstance(base, KeptLayers) else None
     if neurons is not None:
         base = _narrower(base, neurons, activations)
-    plan = _tied_plan(sharing, times, base.architecture.layers, resize)
+    layout = lay_out(base.architecture, asked, times=times, whole=whole, calibrated=activations is not None)
     if repeat is not None:
-        base = RepeatedLayers(base, repeat)
-        plan, init, activations = base.looped, "average", None
+        base, activations = RepeatedLayers(base, repeat), None
         dropped = [dropped[layer] for layer in base.layers] if dropped is not None else None
-    routed = routed_plan(plan, router, kv)
-    relaxation = build_relaxation(base.architecture.linears(), relax, rank, prefix_length, linears_only=linears_only)
-    check_fits(relaxation, plan)
-    start = _Start.of(init, norm_init, relax_init, relaxation, activations)
+    plan, relaxation, start = layout.plan, layout.relaxation, layout.start
     kind = parse_dtype(dtype) or base.dtype
     starts = starting_layers(plan, start.init, () if activations is None else activations.influence)
     tying_of = Tying.of(base, start.init, start.norm, starts, activations)
-    if limit is not None and relaxation is not None:
-        if not all(starts):
-            raise OptionError("budget chooses ranks by what tying loses; it cannot be combined with the init random")
+    if layout.limit is not None and relaxation is not None:
         aware = start.relax == "aware"
         first, on_layer = _two_stages(on_layer)
-        relaxation = ranks_within(tying_of, plan, relaxation, limit, aware=aware, dtype=kind, on_layer=first)
+        relaxation = ranks_within(tying_of, plan, relaxation, layout.limit, aware=aware, dtype=kind, on_layer=first)
     result = empty_model(configure(base.architecture, plan, relaxation, base.tokens, kind, base.encoder))
     if isinstance(source, FathomForSeq2SeqLM):
         result.encoder = copy.deepcopy(source.encoder).to(device=place, dtype=kind)
     result.config.kept_layers = dropped
     _Conversion(tying_of, result, start, kind, place, torch.Generator().manual_seed(seed)).run(on_layer)
     tied = finish(result, base.tokenizer())
-    return _with_open_routers(replan(tied, routed, seed=seed))
-
-
-def check_dropping(
-    drop: int | None,
-    neurons: int | None,
-    repeat: int | None,
-    *,
-    sharing: str | None,
-    recursions: int | None,
-    init: str | None,
-    relax: str | None,
-) -> int:
-    """Refuse what does not go together. Returns how often shared layers run."""
-    plain = drop is not None and sharing is None
-    times = recursions if recursions is not None else 1 if plain else DEFAULT_RECURSIONS
-    for name in (name for name, value in (("neurons", neurons), ("repeat", repeat)) if value is not None and drop is None):
-        raise OptionError(f"{name} requires drop, which may be 0")
-    if neurons is not None and times != 1:
-        raise OptionError("neurons cannot be combined with sharing or recursions: what is tied afterwards was not measured")
-    if repeat is not None:
-        if repeat < 2:
-            raise OptionError(f"repeat must be >= 2, got {repeat}")
-        others = {"sharing": sharing, "recursions": None if recursions == 1 else recursions, "init": init, "relax": relax}
-        for name in (name for name, value in others.items() if value is not None):
-            raise OptionError(f"repeat ties the layers that are left in its own way; it cannot be combined with {name}")
-    return times
-
-
-def check_shape(
-    shape: Architecture,
-    *,
-    drop: int | None,
-    neurons: int | None,
-    repeat: int | None,
-    sharing: str | None = None,
-    recursions: int | None = None,
-    init: str | None = None,
-    norm_init: str | None = None,
-    resize: bool | Resize | None = None,
-    relax: str | None = None,
-    rank: int | str | dict[str, int] | None = None,
-    budget: float | None = None,
-) -> None:
-    """Refuse what cannot be made of a plain model of that shape: asked before hours of measuring, for `convert` would say
-    it behind them."""
-    times = check_dropping(drop, neurons, repeat, sharing=sharing, recursions=recursions, init=init, relax=relax)
-    _check_one(times, init, norm_init, resize)
-    if budget is not None:
-        _limit(budget, shape, relax, rank)
-    if drop is not None:
-        shape = shape.with_layers(kept_layers(shape.layers, drop, "stepwise"))
-        shape = shape if neurons is None else with_neurons(shape, neurons)
-    if repeat is not None:
-        check_repeat(shape, repeat)
-    else:
-        _tied_plan(sharing, times, shape.layers, resize)
-
-
-def _tied_plan(sharing: str | None, times: int, layers: int, resize: bool | Resize | None) -> DepthPlan:
-    return DepthPlan.build(sharing or "cycle", times, layers, "add" if resize is True else resize or None)
+    return _with_open_routers(replan(tied, layout.routed, seed=seed))
 
 
 def _narrower(base: BaseCheckpoint, neurons: int, activations: Activations | None) -> BaseCheckpoint:
     if activations is None or activations.directory is None:
         raise OptionError("neurons requires calibration text (--calibrate FILE), over which second moments are measured")
     return KeptNeurons(base, neurons, activations)
-
-
-def _check_one(recursions: int | None, init: str | None, norm_init: str | None, resize: bool | Resize | None) -> None:
-    """Refuse what says how layers are tied where none are. A random start is drawn at one recursion too."""
-    if recursions != 1:
-        return
-    for name, value in (("init", None if init == "random" else init), ("norm_init", norm_init), ("resize", resize or None)):
-        if value is not None:
-            raise OptionError(f"{name} says how layers are tied, and at 1 recursion none are: leave it out")
-
-
-def routed_plan(plan: DepthPlan, router: str | dict[str, Any] | None, kv: KVMode | None) -> DepthPlan:
-    """`plan` with a router and with keys and values shared as asked, over weights that were trained without."""
-    if router is not None:
-        options: dict[str, Any] = dict(router) if isinstance(router, dict) else {"kind": router}
-        known = [field.name for field in fields(RouterOptions)]
-        for name in (name for name in options if name not in known):
-            raise OptionError(choices("field of a router", name, known))
-        if "kind" not in options:
-            raise OptionError(f"the router is missing 'kind': {' or '.join(ROUTERS)}")
-        kind = str(options.pop("kind"))
-        options = ROUTERS[kind].conversion(options) if kind in ROUTERS else options
-        plan = plan.with_routing(build_routing(kind, plan.recursions, **options))
-    return plan if kv is None else plan.with_kv(kv)
 
 
 def _with_open_routers(model: FathomModel) -> FathomModel:
@@ -280,57 +194,12 @@ def _looped(source: FathomModel | BaseCheckpoint) -> FathomModel | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Start:
-    """The initialisations, checked."""
-
-    init: Init
-    norm: NormInit
-    relax: str
-
-    @classmethod
-    def of(
-        cls,
-        init: str | None,
-        norm_init: str | None,
-        relax_init: str | None,
-        relaxation: Relaxation | None,
-        activations: Activations | None,
-    ) -> _Start:
-        method = RelaxationKind() if relaxation is None else relaxation.method
-        init = init or ("influence" if activations and method.init == "stepwise" else method.init)
-        if relax_init is not None and not method.relax_inits:
-            kinds = " or ".join(name for name, kind in RELAXATIONS.items() if kind.relax_inits)
-            raise OptionError(f"relax-init requires a {kinds} relaxation")
-        given = (("init", init, INITS), ("norm-init", norm_init, NORM_INITS), ("relax-init", relax_init, method.relax_inits))
-        for what, value, known in given:
-            if value is not None and value not in known:
-                raise OptionError(choices(what, value, known))
-        for what, value in (("init", init), ("relax-init", relax_init)):
-            if activations is None and value in CALIBRATED[what]:
-                raise OptionError(f"{what} {value} requires calibration text (--calibrate FILE)")
-        if norm_init is not None and init not in MEANS:
-            raise OptionError(f"norm-init requires the init {' or '.join(MEANS)}; {init} brings its own norms")
-        return cls(init, norm_init or "average", relax_init or ("aware" if activations else "svd"))  # type: ignore[arg-type]
-
-
-def _limit(budget: float, architecture: Architecture, relax: str | None, rank: object) -> int:
-    """How many parameters a budget leaves."""
-    if not 0 < budget <= 1:
-        raise OptionError(f"budget must be > 0 and <= 1, a part of the model's bytes; got {budget:g}")
-    if relax is None or "ranks" not in RELAXATIONS[relax].options:
-        raise OptionError(f"budget chooses ranks; it requires a {kinds_with('ranks')} relaxation")
-    if rank is not None:
-        raise OptionError("budget chooses ranks; it cannot be combined with rank")
-    return int(budget * count(architecture, DepthPlan.vanilla(architecture.layers)).parameters)
-
-
-@dataclass(frozen=True, slots=True)
 class _Conversion:
     """One conversion under way: tensors are read from the base and put into `result` as they are made."""
 
     tying: Tying
     result: FathomModel
-    start: _Start
+    start: Start
     dtype: torch.dtype
     device: torch.device
     generator: torch.Generator

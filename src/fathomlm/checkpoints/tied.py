@@ -22,7 +22,7 @@ from torch import Tensor
 from fathomlm.checkpoints.activations import Activations
 from fathomlm.checkpoints.assemble import BaseCheckpoint, OnProgress, telling
 from fathomlm.checkpoints.tying import Init, NormInit
-from fathomlm.depth import DepthPlan, Relaxation, Step
+from fathomlm.depth import Architecture, DepthPlan, Relaxation, Step
 from fathomlm.depth.cost import count, relaxation_parameters
 from fathomlm.errors import OptionError
 from fathomlm.model.relax.lora import damped, energy, residual_energies
@@ -150,6 +150,28 @@ def greedy_matches(likeness: Tensor) -> Tensor:
     return order
 
 
+def check_room_for_ranks(architecture: Architecture, plan: DepthPlan, relaxation: Relaxation, limit: int) -> int:
+    """The parameters that `limit` leaves to ranks; refused where not even the smallest ones fit."""
+    room = limit - count(architecture, plan).parameters
+    smallest = ({name: min(QUANTUM, most)} for name, most in _full_ranks(architecture).items())
+    least = min(_price(architecture, plan, relaxation, ranks) for ranks in smallest)
+    if least > room:
+        raise OptionError(
+            f"the budget is {limit:,} parameters, but tied and with the smallest {relaxation.kind} the model has "
+            f"{limit - room + least:,}; give a larger budget or more recursions"
+        )
+    return room
+
+
+def _full_ranks(architecture: Architecture) -> dict[str, int]:
+    return {spec.name: min(spec.inputs, spec.outputs) for spec in architecture.linears()}
+
+
+def _price(architecture: Architecture, plan: DepthPlan, relaxation: Relaxation, ranks: dict[str, int]) -> int:
+    named = {name: rank for name, rank in ranks.items() if rank}
+    return relaxation_parameters(architecture, plan, dataclasses.replace(relaxation, ranks=named))
+
+
 def ranks_within(
     tying: Tying,
     plan: DepthPlan,
@@ -163,26 +185,15 @@ def ranks_within(
     """`relaxation` (LoRA or DoRA) with the ranks that restore most where the whole model has at most `limit` parameters.
     `aware` counts by activations; `dtype` is what tied weights are stored in."""
     architecture = tying.base.architecture
-    room = limit - count(architecture, plan).parameters
-    full = {spec.name: min(spec.inputs, spec.outputs) for spec in architecture.linears()}
-
-    def price(ranks: dict[str, int]) -> int:
-        named = {name: rank for name, rank in ranks.items() if rank}
-        return relaxation_parameters(architecture, plan, dataclasses.replace(relaxation, ranks=named))
-
+    room = check_room_for_ranks(architecture, plan, relaxation, limit)
+    full = _full_ranks(architecture)
     ranks = dict.fromkeys(full, 0)
-    least = min(price({name: min(QUANTUM, most)}) for name, most in full.items())
-    if least > room:
-        whole = limit - room + least
-        raise OptionError(
-            f"the budget is {limit:,} parameters, but tied and with the smallest {relaxation.kind} the model has {whole:,}; "
-            "give a larger budget or more recursions"
-        )
     energies = _energies(tying, plan, aware, dtype, on_layer)
     used = 0
     while True:
         more = {name: {**ranks, name: min(rank + QUANTUM, full[name])} for name, rank in ranks.items() if rank < full[name]}
-        fits = {name: cost for name, grown in more.items() if (cost := price(grown)) <= room}
+        prices = {name: _price(architecture, plan, relaxation, grown) for name, grown in more.items()}
+        fits = {name: price for name, price in prices.items() if price <= room}
         if not fits:
             return dataclasses.replace(relaxation, ranks={name: rank for name, rank in ranks.items() if rank})
         gains = {name: float(energies[name][ranks[name] : more[name][name]].sum()) for name in fits}

@@ -62,8 +62,9 @@ class Convert(ForceOptions, DtypeOptions, SeedOptions, JsonOptions):
         check_target(self.out, self.force)
 
         from fathomlm.checkpoints.card import Conversion, model_card
-        from fathomlm.checkpoints.convert import check_shape, convert
+        from fathomlm.checkpoints.convert import convert
         from fathomlm.checkpoints.native import directory_bytes, save
+        from fathomlm.checkpoints.planned import check_conversion
         from fathomlm.checkpoints.resolve import decoder_only, describe, dtype_name, open_source
 
         begin = time.perf_counter()
@@ -72,8 +73,8 @@ class Convert(ForceOptions, DtypeOptions, SeedOptions, JsonOptions):
         fields |= {"neurons": self.dropping.neurons, "repeat": self.dropping.repeat}
         source = open_source(self.model)
         if self.dropping.calibrate is not None and source.plan.plain:
-            tying = ("sharing", "recursions", "resize", "init", "norm_init", "relax", "rank", "budget")
-            check_shape(source.architecture, **{name: fields[name] for name in ("drop", "neurons", "repeat", *tying)})
+            shapes = {name: value for name, value in fields.items() if name != "by"}
+            check_conversion(source.architecture, calibrated=True, **shapes)
         measured = self.dropping.measured(source, moments=self._reads_moments(), device=self.device)
         fields |= {"dtype": self.dtype, "device": self.device, "seed": self.seed, "activations": measured}
         with progress_bar("converting") as update:

@@ -111,13 +111,15 @@ def _load(options: Export) -> FathomModel:
             raise OptionError("--calibrate says which layers or neurons are kept; it requires --drop, which may be 0")
         return load(options.model, dtype=options.dtype)
 
-    from fathomlm.checkpoints.convert import check_shape, convert
+    from fathomlm.checkpoints.convert import convert
+    from fathomlm.checkpoints.planned import check_conversion
     from fathomlm.checkpoints.resolve import open_source
 
     source = open_source(options.model)
     dropping = options.dropping
     if dropping.calibrate is not None and source.plan.plain:
-        check_shape(source.architecture, drop=dropping.drop, neurons=dropping.neurons, repeat=dropping.repeat)
+        sizes = {name: getattr(dropping, name) for name in ("drop", "neurons", "repeat")}
+        check_conversion(source.architecture, calibrated=True, **sizes)
     measured = dropping.measured(source, moments=dropping.neurons is not None)
     fields: dict[str, Any] = {name: getattr(dropping, name) for name in ("drop", "by", "neurons", "repeat")}
     return convert(source, **fields, activations=measured, dtype=options.dtype)

@@ -21,8 +21,9 @@ import transformers
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
-from fathomlm.checkpoints.convert import convert, routed_plan
+from fathomlm.checkpoints.convert import convert
 from fathomlm.checkpoints.families import family_for, hf_name
+from fathomlm.checkpoints.planned import routed_plan
 from fathomlm.checkpoints.resolve import architecture_of, decoder_only, parse_device, parse_dtype, quantize_model
 from fathomlm.cli.common import DeviceOptions
 from fathomlm.depth import Architecture, DepthPlan, Relaxation
