@@ -261,9 +261,10 @@ def test_narrower_layers_are_named_in_the_card(readable, tmp_path, capsys):
     base, text = readable
     words = ["--drop", "0", "--neurons", "16", "--calibrate", text, "--calibrate-tokens", "512"]
     assert main(["convert", base, str(tmp_path / "small"), *words]) == 0
-    said = capsys.readouterr().out
+    said, warned = capsys.readouterr()
     assert "over held-out calibration text" in said
     assert "16 of 24 neurons in each layer" in said
+    assert "16 neurons are no multiple of 32: quantized GGUF files keep the down projections in 16 bits" in warned
     assert "what is left is a starting point" in said
     card = (tmp_path / "small" / "README.md").read_text()
     assert "Feed-forward neurons of each layer: 16 of the base's 24." in card

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 
+import gguf
 import pytest
 
 from fathomlm.cli.main import main
@@ -26,3 +28,25 @@ def test_the_command(
     assert "--unroll requires --format gguf" in mistake_of("export", str(tiny_model_dir), str(tmp_path / "x"), "--unroll")
     assert main(["export", str(tiny_model_dir), str(out), "--force", "--json"]) == 0
     assert main(["generate", str(out), "-p", "the depth", "--max-new-tokens", "2"]) == 0
+
+
+def test_rows_that_fill_no_block_are_named(tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """48 neurons are no multiple of 32, so what reads them stays in 16 bits; llama.cpp has no other way."""
+    for kind, in_16_bits in (("q4_0", ["ffn_down.weight"]), ("f16", [])):
+        out = tmp_path / f"{kind}.gguf"
+        assert main(["export", str(tiny_model_dir), str(out), "--quantize", kind, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["in_16_bits"] == in_16_bits
+        assert main(["export", str(tiny_model_dir), str(out), "--quantize", kind, "--force"]) == 0
+        said = "  in f16, not q4_0: ffn_down.weight; rows of 48 do not divide into blocks of 32\n"
+        assert capsys.readouterr().err == (said if in_16_bits else "")
+
+
+def test_the_room_that_is_asked_for_is_what_the_tensors_take(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where some of them are not packed."""
+    asked: list[int] = []
+    monkeypatch.setattr("fathomlm.checkpoints.gguf.writer.check_room", lambda out, needed: asked.append(needed))
+    out = tmp_path / "m.gguf"
+    assert main(["export", str(tiny_model_dir), str(out), "--quantize", "q4_0"]) == 0
+    assert asked == [sum(int(tensor.n_bytes) for tensor in gguf.GGUFReader(out).tensors)]

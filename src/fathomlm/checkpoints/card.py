@@ -9,7 +9,7 @@ from pathlib import Path
 from fathomlm.checkpoints.activations import Activations
 from fathomlm.checkpoints.resolve import describe, dtype_name
 from fathomlm.depth import Architecture, DepthPlan
-from fathomlm.depth.cost import Cost, count
+from fathomlm.depth.cost import BLOCK, Cost, count
 from fathomlm.model.seq2seq import FathomModel
 from fathomlm.sizes import amount
 
@@ -42,11 +42,16 @@ class Conversion:
 
     @property
     def warnings(self) -> list[str]:
-        """Where the result is no smaller or cheaper than the base."""
+        """Where the result is no smaller or cheaper than the base, or cannot be stored as small as it could be."""
         size, flops = self.shares
         found = [f"the result is larger than the base: {size:.0%} of its bytes"] if size > 1 else []
         if flops > 1:
             found.append(f"the result takes more compute than the base: {flops:.0%} of its FLOPs per token")
+        neurons = self.model.architecture.intermediate
+        if neurons != self.base.intermediate and neurons % BLOCK:
+            found.append(
+                f"{neurons:,} neurons are no multiple of {BLOCK}: quantized GGUF files keep the down projections in 16 bits"
+            )
         return found
 
 

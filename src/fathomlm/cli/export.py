@@ -139,6 +139,7 @@ def _gguf(options: Export) -> int:
     from fathomlm.checkpoints.export import describe_exits
     from fathomlm.checkpoints.gguf.writer import export_gguf
     from fathomlm.checkpoints.resolve import decoder_only, describe
+    from fathomlm.depth.cost import BLOCK
 
     model = decoder_only(_load(options), "--format gguf")
     kind = options.quantize or "f16"
@@ -152,12 +153,17 @@ def _gguf(options: Export) -> int:
         "loops": found.loops,
         "bytes": size,
         "weights": kind,
+        "in_16_bits": sorted(found.unpacked),
     }
     if options.json:
         print(json.dumps({"model": options.model, "out": str(options.out), **record, "left_out": left_out}))
         return 0
     if left_out is not None:
         print(f"  left out: {left_out}; the file is the last output's model", file=sys.stderr)
+    if found.unpacked:
+        rows = ", ".join(f"{length:,}" for length in sorted(set(found.unpacked.values())))
+        which = f"  in f16, not {kind}: {', '.join(sorted(found.unpacked))}"
+        print(f"{which}; rows of {rows} do not divide into blocks of {BLOCK}", file=sys.stderr)
     looped = f" looped {found.loops} times" if found.loops > 1 else ""
     layers = f"{found.layers} layers{looped}"
     print(f"{options.out}: {found.architecture}, {layers}, {kind}, {amount(size, 'B')}, from {describe(model)}")

@@ -34,6 +34,8 @@ OF_THE_SOURCE = ("cross_k", "cross_v")
 """Linears that run once for each token of an encoder's output, however many tokens the decoder makes of it."""
 NEURON_TILE = 64
 """Feed-forward neurons of narrower models, in wide ones."""
+BLOCK = 32
+"""Numbers of a row that the quantized formats of GGUF pack together; other rows stay in 16 bits."""
 MOST_LOOPS = 6
 """Of the plans that `candidates` looks at."""
 REFERENCE_BATCH = 32

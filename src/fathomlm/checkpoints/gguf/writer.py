@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,8 @@ NAMES = {
 """llama.cpp's name of each family."""
 KINDS = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 """How matrices may be stored: what the gguf package packs."""
+PACKED = tuple(kind for kind in KINDS if kind.startswith("q"))
+"""Those that pack blocks of a row's numbers."""
 FINER = {"q5_1": "q8_0", "q5_0": "q8_0", "q4_1": "q8_0", "q4_0": "q8_0"}
 """How embedding and head are stored beside such matrices: they suffer most from few bits."""
 
@@ -51,6 +54,9 @@ class WrittenGGUF:
     """By llama.cpp's name."""
     layers: int
     loops: int
+    unpacked: dict[str, int]
+    """Matrices whose rows fill no blocks of the format and that are stored in 16 bits instead, with the length of a row; by
+    their name in a layer."""
 
 
 def export_gguf(
@@ -73,11 +79,13 @@ def export_gguf(
         raise OptionError(f"GGUF export supports {', '.join(NAMES)}, not {written.family}")
     facts = {**_metadata(written, plan, name), **_tokenizer(model, written)}
     facts["general.file_type"] = int(gguf.LlamaFileType["ALL_F32" if kind == "f32" else f"MOSTLY_{kind.upper()}"])
-    check_room(out, sum(nbytes for _, nbytes in _sizes(written, steps, kind)))
+    tensors = list(_shapes(model, written, steps))
+    check_room(out, sum(_bytes(shape, _kind(name, shape, kind)) for name, shape in tensors))
     with whole_file(out) as temporary:
         _write(temporary, name, facts, model, written, steps, kind, on_layer)
         _check(temporary, written, plan)
-    return WrittenGGUF(path=out, architecture=name, layers=len(steps), loops=plan.recursions)
+    unpacked = {re.sub(r"^blk\.\d+\.", "", each): shape[-1] for each, shape in tensors if _is_unpacked(each, shape, kind)}
+    return WrittenGGUF(path=out, architecture=name, layers=len(steps), loops=plan.recursions, unpacked=unpacked)
 
 
 def _layout(model: FathomForCausalLM, unroll: bool) -> tuple[Architecture, DepthPlan]:
@@ -195,6 +203,15 @@ def _kind(name: str, shape: Sequence[int], kind: str) -> Any:
     return packed if shape[-1] % gguf.GGML_QUANT_SIZES[packed][0] == 0 else gguf.GGMLQuantizationType.F16
 
 
+def _is_unpacked(name: str, shape: Sequence[int], kind: str) -> bool:
+    """Whether a tensor would be stored in fewer bits if its rows filled blocks."""
+    return kind in PACKED and _kind(name, shape, kind) == gguf.GGMLQuantizationType.F16
+
+
+def _bytes(shape: Sequence[int], stored: Any) -> int:
+    return math.prod(gguf.quant_shape_to_byte_shape(shape, stored))
+
+
 @torch.no_grad()
 def _write(
     path: Path, name: str, facts: dict[str, Any], model: FathomForCausalLM, a: Architecture, steps: Sequence[Step],
@@ -207,8 +224,7 @@ def _write(
     for tensor_name, shape in _shapes(model, a, steps):
         stored = _kind(tensor_name, shape, kind)
         bytes_shape = gguf.quant_shape_to_byte_shape(shape, stored)
-        nbytes = math.prod(bytes_shape)
-        writer.add_tensor_info(tensor_name, bytes_shape, np.dtype(np.uint8), nbytes, raw_dtype=stored)
+        writer.add_tensor_info(tensor_name, bytes_shape, np.dtype(np.uint8), _bytes(shape, stored), raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
@@ -217,14 +233,6 @@ def _write(
         packed = gguf.quants.quantize(values, _kind(tensor_name, values.shape, kind))
         writer.write_tensor_data(packed.view(np.uint8))
     writer.close()
-
-
-def _sizes(a: Architecture, steps: Sequence[Step], kind: str) -> Iterator[tuple[str, int]]:
-    """An estimate from above of what the file will take, by part."""
-    bits = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind.upper()]]
-    each = bits[1] / bits[0]
-    yield "layers", round(len(steps) * a.layer_parameters * each)
-    yield "tables", round(a.embedding_parameters * max(each, 34 / 32))
 
 
 def _check(path: Path, written: Architecture, plan: DepthPlan) -> None:
