@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import signal
 import threading
@@ -10,6 +11,8 @@ from types import FrameType
 
 ENDS = (signal.SIGINT, signal.SIGTERM)
 """Those that ask a process to end."""
+AGAIN = 0.1
+"""Seconds after which an interrupt that came too early is tried again."""
 
 
 @contextlib.contextmanager
@@ -39,3 +42,19 @@ def on_signals(answer: Callable[[int, FrameType | None], object], *numbers: sign
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def interrupt(number: int, frame: FrameType | None) -> None:
+    """What answers a signal as Python answers Ctrl-C, but waits until a module that is being imported has been: large
+    libraries do not expect it there, and swallow it, make an error of their own of it, or end the process from C++."""
+    if not _is_importing(frame):
+        raise KeyboardInterrupt
+    again = threading.Timer(AGAIN, _thread.interrupt_main, (number,))
+    again.daemon = True
+    again.start()
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib"):
+        frame = frame.f_back
+    return frame is not None

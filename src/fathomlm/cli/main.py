@@ -18,11 +18,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn
 
 from fathomlm import __version__
 from fathomlm.errors import FathomError, OptionError, choices
+from fathomlm.interrupts import interrupt
 from fathomlm.options import add_flags, check_first, from_args
 
 
@@ -279,7 +279,9 @@ def read_command(argv: Sequence[str] | None) -> tuple[Command, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    signal.signal(signal.SIGTERM, _terminated)
+    signal.signal(signal.SIGTERM, interrupt)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, interrupt)
     share_cores()
     try:
         command, options = read_command(argv)
@@ -301,10 +303,6 @@ def share_cores() -> None:
     busy programs they would spin away the time of those they wait for. OpenMP reads it when torch is imported."""
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-
-
-def _terminated(number: int, frame: FrameType | None) -> NoReturn:
-    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":
