@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,8 +59,13 @@ def test_elsewhere_an_interrupt_comes_at_once() -> None:
         signal.raise_signal(signal.SIGINT)
 
 
-def test_commands_ask_for_it_and_leave_alone_what_ignores_interrupts() -> None:
-    for before, after in ((signal.default_int_handler, interrupt), (signal.SIG_IGN, signal.SIG_IGN)):
-        signal.signal(signal.SIGINT, before)
-        assert main(["inspect", "smollm2-135m", "--json"]) == 0
-        assert signal.getsignal(signal.SIGINT) is after
+@pytest.mark.parametrize(("before", "within"), [(signal.default_int_handler, interrupt), (signal.SIG_IGN, signal.SIG_IGN)])
+def test_commands_ask_for_it_while_they_run_and_leave_alone_what_ignores_interrupts(
+    before: Any, within: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    monkeypatch.setattr("fathomlm.cli.main.check_first", lambda *_: seen.append(signal.getsignal(signal.SIGINT)))
+    signal.signal(signal.SIGINT, before)
+    assert main(["inspect", "smollm2-135m", "--json"]) == 0
+    assert seen == [within]
+    assert signal.getsignal(signal.SIGINT) is before

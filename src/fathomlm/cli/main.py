@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,7 @@ from typing import Any, NoReturn
 
 from fathomlm import __version__
 from fathomlm.errors import FathomError, OptionError, choices
-from fathomlm.interrupts import interrupt
+from fathomlm.interrupts import interrupt, on_signals
 from fathomlm.options import add_flags, check_first, from_args
 
 
@@ -280,12 +281,12 @@ def read_command(argv: Sequence[str] | None) -> tuple[Command, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, interrupt)
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, interrupt)
     share_cores()
+    plain = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     try:
-        command, options = read_command(argv)
-        return int(_checked(command, options)())
+        with on_signals(interrupt, signal.SIGINT) if plain else nullcontext():
+            command, options = read_command(argv)
+            return int(_checked(command, options)())
     except FathomError as error:
         print(f"fathomlm: {error}", file=sys.stderr)
         return 2
