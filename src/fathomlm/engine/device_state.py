@@ -75,22 +75,25 @@ class EngineState:
             self._fill(self.stage_S, slots, IDLE)
 
     def apply(self, scheduled: SchedulerOutput) -> None:
-        """What was placed and granted: a few uploads, then as many small writes."""
+        """What was placed and granted: two uploads, then a few small writes."""
         if scheduled.placements:
             self._place(scheduled.placements)
-        if scheduled.grants:
-            slot, table, _ = self.tables_STP.stride()
-            at: list[int] = []
-            pages: list[int] = []
-            for grant in scheduled.grants:
-                first = grant.slot * slot + grant.table * table + grant.first
-                at += range(first, first + len(grant.pages))
-                pages += grant.pages
-            self._write(self.tables_STP, at, pages)
-        if scheduled.capacity:
-            stride, _ = self.capacity_ST.stride()
-            at = [slot * stride + table for slot, table in scheduled.capacity]
-            self._write(self.capacity_ST, at, list(scheduled.capacity.values()))
+        at: list[int] = []
+        pages: list[int] = []
+        slot, table, _ = self.tables_STP.stride()
+        for grant in scheduled.grants:
+            first = grant.slot * slot + grant.table * table + grant.first
+            at += range(first, first + len(grant.pages))
+            pages += grant.pages
+        granted, stride = len(at), self.capacity_ST.stride(0)
+        at += [slot * stride + table for slot, table in scheduled.capacity]
+        if not at:
+            return
+        at_N, values_N = self.upload(np.array([at, [*pages, *scheduled.capacity.values()]]))
+        if granted:
+            self.tables_STP.view(-1).index_copy_(0, at_N[:granted], values_N[:granted].to(self.tables_STP.dtype))
+        if granted < len(at):
+            self.capacity_ST.view(-1).index_copy_(0, at_N[granted:], values_N[granted:])
 
     def prefill_columns(
         self,
@@ -125,7 +128,8 @@ class EngineState:
             self._fill(self.stage_S, slots, ENTER)
 
     def _place(self, placements: Sequence[Placement]) -> None:
-        rows = []
+        """All numbers of new sequences in one upload: each takes the host longer than what is then done with it."""
+        rows: list[tuple[int, ...]] = []
         for placement in placements:
             sequence, request = placement.sequence, placement.sequence.request
             stage, since = ENTER if placement.ready else IDLE, -(10**12) + self._arrivals
@@ -133,23 +137,22 @@ class EngineState:
             last = sequence.tokens[-1] if generated else sequence.prompt[-1]  # the first token to run
             fields = (last, sequence.length - 1, stage, since, generated, limit, placement.epoch)
             ignores, held = request.sampling.ignore_eos, request.constraint is not None
-            rows.append((*fields, request.max_depth or self.max_depth, int(ignores), int(held)))
+            asked = (request.max_depth or self.max_depth, int(ignores), int(held))
+            rows.append((placement.slot, *fields, *asked, *placement.entries))
             self._arrivals += 1
-        slots_K = self.placed_K = self.upload([placement.slot for placement in placements])
-        self.numbers_SC.index_copy_(0, slots_K, self.upload(rows))
-        self.entries_ST.index_copy_(0, slots_K, self.upload([placement.entries for placement in placements]))
+        if self.sources is not None:
+            rows = [(*row, *more) for row, more in zip(rows, self.sources.rows(placements), strict=True)]
+        given_CK = self.upload(np.ascontiguousarray(np.array(rows).T))
+        slots_K, ends = given_CK[0], np.cumsum([1, len(COLUMNS), self.entries_ST.shape[1]]).tolist()
+        self.placed_K = slots_K
+        self.numbers_SC.index_copy_(0, slots_K, given_CK[ends[0] : ends[1]].T)
+        self.entries_ST.index_copy_(0, slots_K, given_CK[ends[1] : ends[2]].T)
         self.capacity_ST.index_fill_(0, slots_K, 0)
         if self.sources is not None:
-            self.sources.table_SP.index_copy_(0, slots_K, self.upload(self.sources.rows(placements), torch.int32))
-            lengths_K = self.upload([len(placement.sequence.source) for placement in placements], torch.int32)
-            self.sources.lengths_S.index_copy_(0, slots_K, lengths_K)
+            self.sources.place(slots_K, given_CK[ends[2] :].T)
 
     def _fill(self, column_S: Tensor, slots: Sequence[int], value: int) -> None:
         column_S.index_fill_(0, self.upload(slots), value)
-
-    def _write(self, target: Tensor, at: list[int], values: list[int]) -> None:
-        both = self.upload(np.array([at, values]))
-        target.view(-1).index_copy_(0, both[0], both[1].to(target.dtype))
 
     def upload(self, values: Sequence[object] | npt.NDArray[np.int64], dtype: torch.dtype = torch.int64) -> Tensor:
         """From pinned memory: a copy from elsewhere would wait until the device has done all it was given."""

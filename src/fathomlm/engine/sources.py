@@ -45,9 +45,13 @@ class Sources:
         return cls(table_SP, torch.zeros(slots + 1, dtype=torch.int32, device=device))
 
     def rows(self, placements: Sequence[Placement]) -> list[list[int]]:
-        """New rows of the table."""
-        pages = [placement.sequence.source_pages for placement in placements]
-        return [[*given, *[0] * (self.table_SP.shape[1] - len(given))] for given in pages]
+        """What `place` takes of new sequences: how long each source is, and its pages."""
+        each, pages = (placement.sequence for placement in placements), self.table_SP.shape[1]
+        return [[len(one.source), *one.source_pages, *[0] * (pages - len(one.source_pages))] for one in each]
+
+    def place(self, slots_K: Tensor, rows_KC: Tensor) -> None:
+        self.lengths_S.index_copy_(0, slots_K, rows_KC[:, 0].to(self.lengths_S.dtype))
+        self.table_SP.index_copy_(0, slots_K, rows_KC[:, 1:].to(self.table_SP.dtype))
 
     def seen(self, attention: AttentionMetadata, offset_N: Tensor | None, planes: int) -> AttentionMetadata:
         """What rows look at: all of their slot's source, and nothing where they stand for nothing. `offset_N` is added to
