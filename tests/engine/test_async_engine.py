@@ -20,8 +20,8 @@ from engine.holding import held
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.full import generate
 from fathomlm.engine.async_engine import AsyncEngine
-from fathomlm.engine.engine import Engine, Event
-from fathomlm.engine.request import Finished, Result, TokenEvent
+from fathomlm.engine.engine import Engine
+from fathomlm.engine.request import Event, Finished, Result, TokenEvent
 from fathomlm.errors import EngineStopped, OptionError, QueueFull, RequestTooLarge
 from fathomlm.model.hub import FathomForCausalLM
 from model.route.small import model_of, routed

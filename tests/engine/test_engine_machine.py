@@ -23,9 +23,9 @@ from fathomlm.decode.full import generate
 from fathomlm.decode.sampling import Sampling
 from fathomlm.depth import Architecture, DepthPlan, Relaxation, build_routing
 from fathomlm.depth.relaxation import build_relaxation
-from fathomlm.engine.engine import Engine, Event
+from fathomlm.engine.engine import Engine
 from fathomlm.engine.kv_pages import page_bytes
-from fathomlm.engine.request import Finished, Request, TokenEvent
+from fathomlm.engine.request import Event, Finished, Request, TokenEvent
 from fathomlm.errors import QueueFull, RequestTooLarge
 from fathomlm.model.seq2seq import FathomModel
 from model.route.small import model_of

@@ -16,8 +16,8 @@ from fathomlm.decode.sampling import Sampling
 from fathomlm.depth import Architecture, DepthPlan
 from fathomlm.engine import status
 from fathomlm.engine.async_engine import AsyncEngine
-from fathomlm.engine.engine import Engine, Event
-from fathomlm.engine.request import Finished, Request
+from fathomlm.engine.engine import Engine
+from fathomlm.engine.request import Event, Finished, Request
 from fathomlm.model.hub import FathomConfig, FathomForCausalLM
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -29,11 +29,11 @@ import torch
 from fathomlm.decode.exiting import Threshold
 from fathomlm.decode.prompts import Prompt, encode_prompt
 from fathomlm.decode.sampling import Sampling
-from fathomlm.engine.engine import Engine, result_of
+from fathomlm.engine.engine import Engine
 from fathomlm.engine.options import RestartPolicy
 from fathomlm.engine.request import Constraint, Event, Finished, Request, Result
 from fathomlm.engine.restarts import Blueprint, RestartBudget, let_go
-from fathomlm.engine.sequence import Sequence
+from fathomlm.engine.sequence import Sequence, result_of
 from fathomlm.engine.status import EngineStatus, Rate, remaining, summed, zero
 from fathomlm.errors import EngineStopped
 

@@ -12,8 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections import abc, deque
-from dataclasses import dataclass, replace
-from itertools import count, repeat
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -41,32 +40,14 @@ from fathomlm.engine.programs.base import (
 from fathomlm.engine.programs.draft_layer import DraftLayerProgram
 from fathomlm.engine.programs.drafts import DraftProgram
 from fathomlm.engine.programs.exits import ExitProgram
-from fathomlm.engine.request import Event, Finished, Matcher, Request, Result, TokenEvent, TokenLogprobs
+from fathomlm.engine.request import Finished, Matcher, Request, Result, TokenLogprobs
 from fathomlm.engine.runner import Runner
 from fathomlm.engine.schedule import PrefillChunk, SchedulerOutput
 from fathomlm.engine.scheduler import Counters, Scheduler
-from fathomlm.engine.sequence import OnEvents, Sequence
-from fathomlm.engine.slot_records import Floats, Ints, SlotRecords
+from fathomlm.engine.sequence import OnEvents, Sequence, events_of, result_of
+from fathomlm.engine.slot_records import Floats, Ints, SlotRecords, Totals
 from fathomlm.errors import FathomError, OptionError
 from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomModel
-
-
-@dataclass(slots=True)
-class Totals:
-    """What an engine has done so far."""
-
-    decode_steps: int = 0
-    tokens: int = 0
-    depths: int = 0
-    """The sum of the tokens' depths."""
-    exited: int = 0
-    """Tokens that exited early."""
-    drafted: int = 0
-    """Drafts that were verified."""
-    accepted: int = 0
-    finished: int = 0
-    prefill_tokens: int = 0
-
 
 PACE_WEIGHT = 0.5
 """Of the last burst in what is known of how many tokens a decode step adds."""
@@ -377,11 +358,7 @@ class Engine:
         if self.runner.sampler.scored:
             self._take_logprobs(ints_RC, floats_RC, outputs)
         taken = self._records.take(ints_RC, floats_RC, time.perf_counter())
-        self.totals.tokens += taken.tokens
-        self.totals.depths += taken.depths
-        self.totals.exited += taken.exited
-        self.totals.drafted += taken.drafted
-        self.totals.accepted += taken.accepted
+        self.totals.add(taken)
         for slot, short in zip(taken.visits, taken.short, strict=True):
             sequence = self._in_slot[slot]
             if sequence is not None and sequence.slot == slot:  # else a listener has cancelled it meanwhile
@@ -410,39 +387,14 @@ class Engine:
 
     def _catch_up(self, sequence: Sequence) -> None:
         """Bring a sequence up to what has arrived of it, and tell the scheduler how far its pages are filled."""
-        self._take_tokens(sequence)
+        self._records.hand_over(sequence)
         if sequence.slot is not None and sequence.state == "running":
             self.scheduler.advance(sequence, (), self._records.entries_TS[:, sequence.slot].tolist())
-
-    def _take_tokens(self, sequence: Sequence) -> None:
-        slot, records, known = sequence.slot, self._records, len(sequence.tokens)
-        now_known = known if slot is None else int(records.known_S[slot])
-        if now_known == known:
-            return
-        sequence.tokens += records.tokens_SL[slot, known:now_known].tolist()
-        if sequence.depths is not None:
-            sequence.depths += records.depths_SL[slot, known:now_known].tolist()
-        if sequence.confidences is not None:
-            sequence.confidences += records.confidences_SL[slot, known:now_known].tolist()
-            self._take_exits(sequence, known, now_known)
-        if sequence.first_token_time is None:
-            sequence.first_token_time = float(records.first_S[slot])
-        sequence.last_token_time = float(records.last_S[slot])
-
-    def _take_exits(self, sequence: Sequence, first: int, end: int) -> None:
-        """How many of these tokens were drafted, and the last one up to which every layer has its exact entries."""
-        records, slot = self._records, sequence.slot
-        drafted_K = records.drafted_SL[slot, first:end]
-        sequence.drafted += int(drafted_K.sum())
-        if not self._copies:
-            (exact_K,) = np.nonzero(drafted_K | (records.depths_SL[slot, first:end] >= self._plan.unrolled_layers))
-            if len(exact_K):
-                sequence.exact = len(sequence.prompt) + first + int(exact_K[-1])
 
     def _visit(self, sequence: Sequence, short: bool = False) -> None:
         """Something happened: its tokens, their text and their events, its end, or it is `short` of pages."""
         flags = 0 if sequence.slot is None else int(self._records.flags_S[sequence.slot])
-        self._take_tokens(sequence)
+        self._records.hand_over(sequence)
         if short and not flags:
             self._catch_up(sequence)
         why = _ending(sequence, flags, self._ends)
@@ -453,7 +405,7 @@ class Engine:
             if sequence.stream is not None and sequence.stream.stopped:
                 why = Finished(reason="stop")
             if sequence.on_events is not None:
-                sequence.on_events(_events(sequence, told, pieces))
+                sequence.on_events(events_of(sequence, told, pieces))
         if sequence.result is not None:
             return  # a listener has cancelled it
         if why is not None:
@@ -481,7 +433,7 @@ class Engine:
         new = sequence.tokens[told:-1] if ends else sequence.tokens[told:]
         pieces = stream.push_each(new)
         if stream.stopped:
-            self._drop(sequence, told + len(pieces))
+            self.totals.add(self._records.drop(sequence, told + len(pieces)), -1)
         elif why is not None and why.reason != "error":
             pieces += [""] * ends
             pieces[-1] += stream.finish()
@@ -497,24 +449,6 @@ class Engine:
             sequence.pieces = [stream.push_all(shown), stream.finish()]
         elif stream is not None and why.reason in ("cancelled", "error"):
             sequence.pieces.append(stream.finish())
-
-    def _drop(self, sequence: Sequence, kept: int) -> None:
-        """Forget the tokens behind the first `kept`: they were chosen before the host knew that it was over."""
-        assert sequence.slot is not None
-        records, slot, totals = self._records, sequence.slot, self.totals
-        depths = records.depths_SL[slot, kept : len(sequence.tokens)]
-        totals.tokens -= len(depths)
-        totals.depths -= int(depths.sum())
-        totals.exited -= records.exited(depths)
-        if sequence.confidences is not None:
-            drafted = records.drafted_SL[slot, kept : len(sequence.tokens)]
-            sequence.drafted -= int(drafted.sum())
-            totals.drafted -= int(drafted.sum())
-            totals.accepted -= records.exited(depths[drafted])
-        records.known_S[slot] = kept
-        for column in (sequence.tokens, sequence.depths, sequence.confidences, sequence.logprobs):
-            if column is not None:
-                del column[kept:]
 
     def _finish(self, sequence: Sequence, why: Finished) -> None:
         if sequence.slot is not None:
@@ -544,33 +478,3 @@ def _ending(sequence: Sequence, flags: int, ends: frozenset[int]) -> Finished | 
         return None
     met = sequence.tokens[-1] in ends and not sequence.request.sampling.ignore_eos
     return Finished(reason="eos" if met else "length")
-
-
-def _events(sequence: Sequence, told: int, pieces: abc.Sequence[str]) -> list[Event]:
-    """An event for each token from number `told` on."""
-    logprobs, depths, confidences = sequence.logprobs, sequence.depths, sequence.confidences
-    return list(
-        map(
-            TokenEvent,
-            sequence.tokens[told:],
-            pieces,
-            count(told),
-            repeat(None) if logprobs is None else [one.logprob for one in logprobs[told:]],
-            repeat(()) if logprobs is None else [one.top for one in logprobs[told:]],
-            repeat(None) if depths is None else depths[told:],
-            repeat(None) if confidences is None else confidences[told:],
-        )
-    )
-
-
-def result_of(sequence: Sequence, finish: Finished) -> Result:
-    """What a sequence has so far; it is called at its end, or when its engine broke."""
-    depths, confidences, logprobs = sequence.depths, sequence.confidences, sequence.logprobs
-    return Result(
-        id=sequence.id, prompt_tokens=sequence.request.prompt, tokens=tuple(sequence.tokens), text="".join(sequence.pieces),
-        finish=finish, arrival=sequence.request.arrival, first_token_time=sequence.first_token_time,
-        last_token_time=sequence.last_token_time, preemptions=sequence.preemptions, drafted=sequence.drafted,
-        logprobs=None if logprobs is None else tuple(logprobs[: len(sequence.tokens)]),
-        depths=None if depths is None else tuple(depths),
-        confidences=None if confidences is None else tuple(confidences),
-    )  # fmt: skip

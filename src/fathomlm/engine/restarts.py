@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import torch
 
 from fathomlm.decode.exiting import Exiting
-from fathomlm.engine.engine import Engine, Totals
+from fathomlm.engine.engine import Engine
 from fathomlm.engine.options import EngineOptions, RestartPolicy
+from fathomlm.engine.slot_records import Totals
 from fathomlm.model.seq2seq import FathomModel
 
 

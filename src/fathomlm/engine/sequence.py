@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import count, repeat
 from typing import Literal
 
 from fathomlm.decode.text import TextStream
-from fathomlm.engine.request import Event, Matcher, Request, Result, TokenLogprobs
+from fathomlm.engine.request import Event, Finished, Matcher, Request, Result, TokenEvent, TokenLogprobs
 
 OnEvents = Callable[[list[Event]], None]
 """Called with what is new of a sequence, a burst at a time."""
@@ -129,3 +130,33 @@ class Sequence:
         Tokens that were issued and not confirmed count in every table: which of them went deep is not known yet.
         """
         return min(self.most_entries, self.entries[table] + self.prefilled - self.confirmed + more)
+
+
+def events_of(sequence: Sequence, told: int, pieces: list[str]) -> list[Event]:
+    """An event for each token from number `told` on."""
+    logprobs, depths, confidences = sequence.logprobs, sequence.depths, sequence.confidences
+    return list(
+        map(
+            TokenEvent,
+            sequence.tokens[told:],
+            pieces,
+            count(told),
+            repeat(None) if logprobs is None else [one.logprob for one in logprobs[told:]],
+            repeat(()) if logprobs is None else [one.top for one in logprobs[told:]],
+            repeat(None) if depths is None else depths[told:],
+            repeat(None) if confidences is None else confidences[told:],
+        )
+    )
+
+
+def result_of(sequence: Sequence, finish: Finished) -> Result:
+    """What a sequence has so far; it is called at its end, or when its engine broke."""
+    depths, confidences, logprobs = sequence.depths, sequence.confidences, sequence.logprobs
+    return Result(
+        id=sequence.id, prompt_tokens=sequence.request.prompt, tokens=tuple(sequence.tokens), text="".join(sequence.pieces),
+        finish=finish, arrival=sequence.request.arrival, first_token_time=sequence.first_token_time,
+        last_token_time=sequence.last_token_time, preemptions=sequence.preemptions, drafted=sequence.drafted,
+        logprobs=None if logprobs is None else tuple(logprobs[: len(sequence.tokens)]),
+        depths=None if depths is None else tuple(depths),
+        confidences=None if confidences is None else tuple(confidences),
+    )  # fmt: skip

@@ -1,5 +1,6 @@
 """What the host has received of the sequence in each slot, as arrays. A burst is taken in at once, and a sequence is visited
-only when something happened to it: it has ended, it runs out of pages, or somebody waits for its tokens.
+only when something happened to it: it has ended, it runs out of pages, or somebody waits for its tokens. Then it is handed
+what has arrived.
 
 Shapes: R rows of a burst and K of them that count, S slots and one more for rows that stand for nothing, T tables, L tokens
 of a sequence, D depths.
@@ -7,7 +8,7 @@ of a sequence, D depths.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import abc
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,7 @@ from fathomlm.engine.programs.base import (
     TOKEN,
     VALID,
 )
+from fathomlm.engine.sequence import Sequence
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
@@ -54,6 +56,31 @@ class Taken:
     """Slots to which something happened, in order."""
     short: list[bool]
     """Whether their pages are running out."""
+
+
+@dataclass(slots=True)
+class Totals:
+    """What an engine has done so far."""
+
+    decode_steps: int = 0
+    tokens: int = 0
+    depths: int = 0
+    """The sum of the tokens' depths."""
+    exited: int = 0
+    """Tokens that exited early."""
+    drafted: int = 0
+    """Drafts that were verified."""
+    accepted: int = 0
+    finished: int = 0
+    prefill_tokens: int = 0
+
+    def add(self, taken: Taken, times: int = 1) -> None:
+        """`times` is -1 where tokens are taken back."""
+        self.tokens += times * taken.tokens
+        self.depths += times * taken.depths
+        self.exited += times * taken.exited
+        self.drafted += times * taken.drafted
+        self.accepted += times * taken.accepted
 
 
 class SlotRecords:
@@ -86,7 +113,7 @@ class SlotRecords:
         self._added_TD = np.array([layout.added(depth) for depth in range(recursions + 1)]).T if deeper else None
 
     def place(
-        self, slot: int, epoch: int, known: int, entries: Sequence[int], watched: bool, most: int = NEVER
+        self, slot: int, epoch: int, known: int, entries: abc.Sequence[int], watched: bool, most: int = NEVER
     ) -> None:  # fmt: skip
         """A sequence comes into a slot with so many tokens of its completion, which will have `most`."""
         self.epoch_S[slot], self.known_S[slot], self.flags_S[slot], self.most_S[slot] = epoch, known, 0, most
@@ -104,7 +131,7 @@ class SlotRecords:
         here = np.count_nonzero(left_S) > rows
         return max(int(left_S.max()), -(-int(left_S.sum()) // rows) if here else 0)
 
-    def grant(self, rooms: Mapping[tuple[int, int], int], most: Iterable[int], lookahead: int) -> None:
+    def grant(self, rooms: abc.Mapping[tuple[int, int], int], most: abc.Iterable[int], lookahead: int) -> None:
         """By slot and table, how many entries there are pages for, and for each of them the most that there will ever be."""
         slots, tables = zip(*rooms, strict=True)
         room_G = np.fromiter(rooms.values(), np.int64, len(rooms))
@@ -188,6 +215,46 @@ class SlotRecords:
                 visits[slot] = short
             tokens, depths, exited = tokens + 1, depths + depth, exited + (depth < self._full_depth)
         return Taken(tokens, depths, exited, drafted, accepted, sorted(visits), [visits[slot] for slot in sorted(visits)])
+
+    def hand_over(self, sequence: Sequence) -> None:
+        """Tokens that have arrived and that their sequence has not got yet."""
+        slot, known = sequence.slot, len(sequence.tokens)
+        now_known = known if slot is None else int(self.known_S[slot])
+        if now_known == known:
+            return
+        sequence.tokens += self.tokens_SL[slot, known:now_known].tolist()
+        if sequence.depths is not None:
+            sequence.depths += self.depths_SL[slot, known:now_known].tolist()
+        if sequence.confidences is not None:
+            sequence.confidences += self.confidences_SL[slot, known:now_known].tolist()
+            self._hand_over_exits(sequence, known, now_known)
+        if sequence.first_token_time is None:
+            sequence.first_token_time = float(self.first_S[slot])
+        sequence.last_token_time = float(self.last_S[slot])
+
+    def _hand_over_exits(self, sequence: Sequence, first: int, end: int) -> None:
+        """How many of these tokens were drafted, and the last one up to which every layer has its exact entries."""
+        drafted_K = self.drafted_SL[sequence.slot, first:end]
+        sequence.drafted += int(drafted_K.sum())
+        if not sequence.replays:
+            (exact_K,) = np.nonzero(drafted_K | (self.depths_SL[sequence.slot, first:end] >= self._full_depth))
+            if len(exact_K):
+                sequence.exact = len(sequence.prompt) + first + int(exact_K[-1])
+
+    def drop(self, sequence: Sequence, kept: int) -> Taken:
+        """Forget the tokens behind the first `kept`: they were chosen before the host knew that it was over."""
+        assert sequence.slot is not None
+        here, drafted, accepted = (sequence.slot, slice(kept, len(sequence.tokens))), 0, 0
+        depths_K = self.depths_SL[here]
+        if sequence.confidences is not None:
+            drafted_K = self.drafted_SL[here]
+            drafted, accepted = int(drafted_K.sum()), self.exited(depths_K[drafted_K])
+            sequence.drafted -= drafted
+        self.known_S[sequence.slot] = kept
+        for column in (sequence.tokens, sequence.depths, sequence.confidences, sequence.logprobs):
+            if column is not None:
+                del column[kept:]
+        return Taken(len(depths_K), int(depths_K.sum()), self.exited(depths_K), drafted, accepted, [], [])
 
     def exited(self, depths_K: npt.NDArray[np.integer[Any]]) -> int:
         """How many of some tokens exited early."""

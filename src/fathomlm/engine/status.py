@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, replace
 
-from fathomlm.engine.engine import Totals
 from fathomlm.engine.scheduler import Counters
+from fathomlm.engine.slot_records import Totals
 
 KEPT = 100
 """Values of a window: more would not change a rate that anybody looks at."""
