@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -88,6 +89,18 @@ def test_an_existing_target_is_left_alone_without_force(plain, tmp_path, capsys)
     assert main(["convert", str(plain), str(out), "--recursions", "3", "--force"]) == 0
     assert fathomlm.load(out).plan.recursions == 3
     assert listing(tmp_path) == ["m"]
+
+
+@pytest.mark.parametrize("command", ["convert", "export"])
+def test_a_model_is_not_written_over_the_one_that_it_is_made_of(plain, tmp_path, capsys, command):
+    model = tmp_path / "base"
+    shutil.copytree(plain, model)
+    (tmp_path / "other").symlink_to(model)
+    before = {path.name: path.read_bytes() for path in model.iterdir()}
+    for out in (model, tmp_path / "other"):
+        assert main([command, str(model), str(out), "--drop", "2", "--force"]) == 2
+        assert f"{out} is MODEL itself" in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in model.iterdir()} == before
 
 
 def test_force_never_deletes_what_is_no_model(plain, tmp_path, capsys):

@@ -105,6 +105,14 @@ def check_target(out: Path, force: bool, *, what: str = "model directory", sign:
         raise OutputError(f"{out} does not look like a {what} (no {sign}); --force will not delete it")
 
 
+def check_apart(source: str, out: Path) -> None:
+    """Refuse to write a model over the one that it is made of: a smaller or rounded one does not give it back, and what it
+    is trained towards would be gone."""
+    place = Path(source).expanduser()
+    if place.exists() and out.exists() and place.samefile(out):
+        raise OutputError(f"{out} is MODEL itself, which the result could not give back; choose another name")
+
+
 def check_room(out: Path, needed: int) -> None:
     """Refuse early where the disk is too small: better now than after minutes of work."""
     place = next(parent for parent in out.absolute().parents if parent.exists())

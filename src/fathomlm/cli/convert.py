@@ -57,8 +57,9 @@ class Convert(ForceOptions, DtypeOptions, SeedOptions, JsonOptions):
     routing: RoutingOptions = section(RoutingOptions, "routing")
 
     def run(self) -> int:
-        from fathomlm.checkpoints.writing import check_target
+        from fathomlm.checkpoints.writing import check_apart, check_target
 
+        check_apart(self.model, self.out)
         check_target(self.out, self.force)
 
         from fathomlm.checkpoints.card import Conversion, model_card

@@ -79,8 +79,9 @@ class Export(DtypeOptions, ForceOptions, JsonOptions):
     pack: ExitExportOptions = section(ExitExportOptions, "--format exits")
 
     def run(self) -> int:
-        from fathomlm.checkpoints.writing import check_target
+        from fathomlm.checkpoints.writing import check_apart, check_target
 
+        check_apart(self.model, self.out)
         format = self.format or ("gguf" if self.out.suffix == ".gguf" else "hf")
         if format == "exits":
             if self.dropping.drop is not None:
