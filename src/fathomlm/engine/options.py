@@ -20,8 +20,9 @@ class EngineOptions:
 
     batch_size: int = option(32, ge=1, help="sequences per forward pass; one with several tokens in it counts as several")
     max_sequences: int | None = option(
-        None, ge=1, help="max concurrent sequences", default_text="the batch size; twice that where tokens differ in depth"
-    )
+        None, ge=1, help="max concurrent sequences",
+        default_text="the batch size, on a GPU a 32nd more; twice the batch size where tokens differ in depth",
+    )  # fmt: skip
     """Twice as many where tokens differ in depth, so that every pass is full (thesis 3.3.5). Where they do not, a GPU has a
     few more than the batch size, which take the rows of those that end."""
     max_length: int | None = option(

@@ -9,10 +9,12 @@ import pytest
 import yaml
 
 from fathomlm.cli.main import main
+from fathomlm.lab.study.commands import open_place
+from fathomlm.lab.study.jobs import jobs_of
 from fathomlm.lab.study.ledger import Ledger
 from fathomlm.lab.study.report import page, results_of
 from fathomlm.lab.study.spec import build_study, read_study, shipped_studies
-from lab.study.synthetic import fill
+from lab.study.synthetic import fill, record_of
 from lab.study.test_results import LEVELS, noise
 
 Values = Callable[..., dict[str, Any]]
@@ -119,6 +121,33 @@ def test_a_ledger_that_cannot_be_written_is_refused_before_a_run(
     assert main([*words, "--ledger", str(tmp_path / "file")]) == 2
     assert f"cannot write {tmp_path / 'file'}" in capsys.readouterr().err
     assert not (tmp_path / "work").exists()
+
+
+def test_what_is_refused_leaves_no_directories(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from fathomlm.train.data.prepare import PrepareOptions, prepare
+
+    (tmp_path / "text.txt").write_text("a fathom is six feet " * 200)
+    options = {"sources": (str(tmp_path / "text.txt"),), "tokenizer": "bytes", "validation_fraction": 0.0}
+    corpus = prepare(PrepareOptions(out=tmp_path / "corpus", **options)).path
+    words = ["study", "run", "tiny", "--corpus", str(corpus), "--work", str(tmp_path / "work"), "--device", "cpu"]
+    assert main([*words, "--ledger", str(tmp_path / "ledger")]) == 2
+    assert "has no validation split" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus", "text.txt"]
+
+
+def test_status_of_one_corpus(values: Values, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Runs on another corpus do not count, and what would take too many passes over this one is not left."""
+    (tmp_path / "small.yaml").write_text(
+        yaml.safe_dump(values(budgets={"short": {"steps": 8}, "huge": {"epochs": 4.5}}, seeds=[0]))
+    )
+    study, place = str(tmp_path / "small.yaml"), open_place(corpus)
+    job = next(job for job in jobs_of(read_study(study), place) if not job.beyond)
+    for mark, done in (("another", 0), (place.corpus_checksum, 1)):
+        ledger = tmp_path / mark
+        Ledger(ledger).add("small", [record_of(job, 1.0, data={"mark": mark})])
+        assert main(["study", "status", study, "--json", "--ledger", str(ledger), "--corpus", str(corpus)]) == 0
+        (row,) = json.loads(capsys.readouterr().out)["studies"]
+        assert row == {"study": "small", "runs": 6, "finished": done, "failed": 0, "left": 3 - done, "beyond": 3}
 
 
 def test_an_unknown_variant_is_one_line(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -71,17 +71,17 @@ def run_show(options: ShowStudy) -> int:
 
 def run_status(options: StudyStatus) -> int:
     studies = read_studies(options.names)
-    place = open_place(None)
-    known = {mark: record["status"] for mark, record in Ledger(options.ledger).standing().items()}
-    rows = []
+    place = open_place(options.corpus)
+    known = {mark: one["status"] for mark, one in Ledger(options.ledger).standing(place.corpus_checksum).items()}
+    header = ["study", "runs", "finished", "failed", "left", *([] if options.corpus is None else ["beyond"])]
+    rows: list[dict[str, Any]] = []
     for study in studies:
-        states = [known.get(job.fingerprint, "left") for job in jobs_of(study, place)]
-        counts = {state: states.count(state) for state in ("finished", "failed", "left")}
-        rows.append({"study": study.name, "runs": len(states), **counts})
+        jobs = jobs_of(study, place)
+        states = [known.get(job.fingerprint, "beyond" if job.beyond else "left") for job in jobs]
+        rows.append({"study": study.name, "runs": len(states)} | {state: states.count(state) for state in header[2:]})
     distinct = sum(status == "finished" for status in known.values())
 
     def show(record: dict[str, Any]) -> None:
-        header = ["study", "runs", "finished", "failed", "left"]
         print_table([header, *([str(row[key]) for key in header] for row in rows)])
         print(f"\n{distinct} distinct finished runs in {options.ledger}")
 
@@ -122,17 +122,17 @@ def run_queue(options: RunStudy) -> int:
         started(job.shaped.recipe, place)  # refuses a model to start from that is not there
         if place.corpus is not None:
             check_vocab(place.corpus, job.shaped.parts.architecture)
-    ledger.check_writable()
-    claims = Claims(options.work)
-    with closing(claims), TrainingBar("study") as bar:
-        executor = TrainingExecutor(
+    with TrainingBar("study") as bar:
+        executor = TrainingExecutor(  # refuses tasks that are not there, and a corpus without validation
             studies, place, commit=options.commit or commit_of_checkout(), keep=options.keep, tasks=options.tasks,
-            processes=claims.processes, watch=lambda job: bar,
+            processes=lambda: claims.processes(), watch=lambda job: bar,
         )  # fmt: skip
-        pace = Pace(ledger.all(), executor.device, claims.processes())
-        outcome = work_off(
-            jobs, ledger, executor, visit, pace, claims=claims, split=options.split, retry=options.retry_failed, log=log
-        )
+        ledger.check_writable()
+        with closing(Claims(options.work)) as claims:
+            pace = Pace(ledger.all(), executor.device, claims.processes())
+            outcome = work_off(
+                jobs, ledger, executor, visit, pace, claims=claims, split=options.split, retry=options.retry_failed, log=log
+            )
     options.answer(outcome.to_dict() | {"ledger": str(options.ledger)}, _show)
     return 2 if outcome.interrupted else 1 if outcome.failed else 0
 

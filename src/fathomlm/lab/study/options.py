@@ -54,6 +54,9 @@ class ShowStudy(LedgerOptions, CorpusOptions):
 class StudyStatus(LedgerOptions):
     """Count the runs of each study that the ledger has, those that failed, and those that are left."""
 
+    corpus: Path | None = like(
+        CorpusOptions, "corpus", help="count runs on this corpus only, and those that would take too many passes over it"
+    )
     names: tuple[str, ...] = option(
         (), positional=True, metavar="NAME", first=check_study, help=NAME, default_text="all shipped studies"
     )
