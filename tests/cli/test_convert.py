@@ -9,9 +9,11 @@ import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from transformers import AutoModelForCausalLM
 
 import fathomlm
@@ -196,10 +198,15 @@ def test_too_small_a_disk_is_refused_before_writing(plain, tmp_path, capsys, mon
     assert "MB are free there" in capsys.readouterr().err
 
 
-def test_an_unwritable_place(plain, tmp_path, capsys):
+def test_an_unwritable_place(plain, tmp_path, capsys, monkeypatch):
+    """Said before anything is read or measured."""
     (tmp_path / "file").write_text("x")
-    assert main(["convert", str(plain), str(tmp_path / "file" / "m")]) == 2
-    assert "cannot write" in capsys.readouterr().err
+    monkeypatch.setattr("fathomlm.checkpoints.resolve.open_source", lambda *_: pytest.fail("read"))
+    assert main(["convert", str(plain), str(tmp_path / "file" / "deep" / "m")]) == 2
+    assert f"cannot write {tmp_path / 'file' / 'deep' / 'm'}: {tmp_path / 'file'} is not" in capsys.readouterr().err
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert main(["convert", str(plain), str(tmp_path / "m")]) == 2
+    assert f"permission denied in {tmp_path}" in capsys.readouterr().err
 
 
 def test_help_and_typos_answer_without_loading_torch(tmp_path):
@@ -239,8 +246,14 @@ def test_dropped_layers_are_named_in_the_card_with_losses_and_a_command_that_par
     assert f"| {record['base_loss']:.3f} | {record['start_loss']:.3f} |" in card
     assert f"({record['flops_share']:.1%})" in card
     command = next(line for line in card.splitlines() if line.startswith("fathomlm train"))
+    assert shlex.split(command)[2] == "compress-smollm2-135m", "the settings that were measured for such models"
     assert main([*shlex.split(command)[1:], "--print-config"]) == 0
-    assert f"source: {out}" in capsys.readouterr().out
+    recipe = yaml.safe_load(capsys.readouterr().out)
+    left = {name: value for name, value in recipe["model"].items() if value is not None}
+    assert (left["source"], left.get("drop"), left.get("neurons")) == (str(out), None, None)
+    assert recipe["data"]["path"] == f"data/{Path(base).name}-300M"
+    assert main([*shlex.split(command)[1:], "--dry-run"]) == 0
+    assert "5 layers" in capsys.readouterr().out
 
 
 def test_a_greedy_search_names_its_order(readable, tmp_path, capsys):
@@ -293,6 +306,7 @@ def test_the_card_of_a_looped_model_says_what_runs_where_and_what_it_costs(plain
     assert "warning: the result takes more compute than the base: 118%" in said.err
     card = (out / "README.md").read_text()
     assert "| 1 | 1, 4 |" in card
+    assert "fathomlm train uptrain-smollm2-135m " in card
     assert "Note: the result is larger than the base" in card
     assert main(["convert", str(plain), str(tmp_path / "n")]) == 0
     assert "warning" not in capsys.readouterr().err

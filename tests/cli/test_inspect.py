@@ -13,7 +13,7 @@ import pytest
 
 from fathomlm.cli.main import main
 from fathomlm.depth import DepthPlan, Relaxation
-from fathomlm.depth.cost import Cost
+from fathomlm.depth.cost import NEURON_TILE, Cost
 from fathomlm.depth.presets import PRESETS
 from fathomlm.errors import OptionError
 from fathomlm.sizes import parse_count
@@ -302,7 +302,7 @@ def test_a_budget_compares_plans_that_fit(capsys: pytest.CaptureFixture[str]) ->
     narrow = [options for options in found if "--neurons" in options]
     assert [options.split()[1] for options in narrow] == ["7", "0"]
     capsys.readouterr()
-    both = [(lora, 1), *((options, 8) for options in narrow)]
+    both = [(lora, 1), *((options, NEURON_TILE) for options in narrow)]
     raised = [f"{options.rpartition(' ')[0]} {int(options.rpartition(' ')[2]) + by}" for options, by in both]
     for options, fits in (*((options, True) for options, _ in both), *((options, False) for options in raised)):
         assert main(["inspect", "smollm2-135m", *options.split(), "--json"]) == 0

@@ -13,8 +13,11 @@ from fathomlm.depth.cost import BLOCK, Cost, count
 from fathomlm.model.seq2seq import FathomModel
 from fathomlm.sizes import amount
 
-UPTRAIN = "uptrain-smollm2-135m"
-"""The shipped recipe that the card's command starts from."""
+UPTRAIN, COMPRESS = ("uptrain-smollm2-135m", "1B"), ("compress-smollm2-135m", "300M")
+"""The shipped recipes that the card's command starts from, for looped models and for others, and how large their corpora
+are."""
+ROW = 2048
+"""Tokens of a row in them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,18 +96,20 @@ def model_card(made: Conversion, out: Path, command: str) -> str:
         return "\n\n".join(parts) + "\n"
     parts.append(
         "The weights are a starting point. Train the model before you judge its output, here with the base as the teacher:"
-        f"\n\n```\n{uptraining(made.name, out)}\n```"
+        f"\n\n```\n{uptraining(made.name, out, dropped=made.model.plan.plain, context=made.base.context)}\n```"
     )
     return "\n\n".join(parts) + "\n"
 
 
-def uptraining(base: str, out: Path) -> str:
-    """The command that trains a converted model further."""
-    given = {"name": out.name, "model.source": str(out), "model.recursions": "1", "model.sharing": "null"}
-    given |= {"model.init": "null", "loss.distill.source": base, "data.tokenizer": base, "data.path": f"data/{out.name}"}
-    return shlex.join(
-        ["fathomlm", "train", UPTRAIN, *(word for key, value in given.items() for word in (f"--{key}", value))]
-    )
+def uptraining(base: str, out: Path, *, dropped: bool, context: int) -> str:
+    """The command that trains a converted model further. All models of one base read one corpus."""
+    recipe, tokens = COMPRESS if dropped else UPTRAIN
+    converts = ("drop", "by", "neurons", "calibrate") if dropped else ("sharing", "init")
+    given = {"name": out.name, "model.source": str(out)} | {f"model.{name}": "null" for name in converts}
+    given |= {} if dropped else {"model.recursions": "1"}
+    given |= {"loss.distill.source": base, "data.tokenizer": base, "data.path": f"data/{Path(base).name}-{tokens}"}
+    given |= {"data.context": str(context)} if context < ROW else {}
+    return shlex.join(["fathomlm", "train", recipe, *(word for key, value in given.items() for word in (f"--{key}", value))])
 
 
 def _layers(made: Conversion) -> list[str]:

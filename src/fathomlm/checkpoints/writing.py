@@ -93,9 +93,14 @@ def _record_checksum(record: dict[str, Any]) -> str:
 
 
 def check_target(out: Path, force: bool, *, what: str = "model directory", sign: str = "config.json") -> None:
-    """Refuse a target that exists, before any work is done. `force` replaces a directory of the same kind, never anything
-    else; it is known by a file, its `sign`."""
+    """Refuse a target that exists or cannot be made, before any work is done. `force` replaces a directory of the same kind,
+    never anything else; it is known by a file, its `sign`."""
     if not os.path.lexists(out):
+        place = next(parent for parent in out.absolute().parents if os.path.lexists(parent))
+        if not place.is_dir():
+            raise OutputError(f"cannot write {out}: {place} is not a directory")
+        if not os.access(place, os.W_OK | os.X_OK):
+            raise OutputError(f"cannot write {out}: permission denied in {place}")
         return
     if not force:
         raise OutputError(f"{out} exists; choose another name, or --force to replace it")

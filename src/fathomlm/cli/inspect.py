@@ -154,7 +154,8 @@ def _compare(options: Inspect, architecture: Architecture, plan: DepthPlan | Non
         table.append([each.options, *sizes])
     caption = (
         f"Against {options.model}, in the same number format, embeddings included; FLOPs at a context of {options.context} "
-        "tokens. Which plan keeps most is decided by training, not by this table."
+        "tokens. --neurons also requires --calibrate FILE, text to measure over. Which plan keeps most is decided by "
+        "training, not by this table."
     )
     print_table(table, f"{options.model} in {options.budget:.0%} of its bytes", caption=caption)
     return 0
