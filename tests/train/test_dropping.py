@@ -185,6 +185,8 @@ def test_tied_and_relaxed_by_activations(recipe: Make, teacher: Path, token_corp
         ({"drop": 0, "repeat": 2, "relax": "lora"}, r"cannot be combined with model\.relax"),
         ({"calibrate": 1024}, r"model\.calibrate requires model\.drop"),
         ({"recursions": 2, "init": "aligned"}, r"model\.init: aligned requires model\.calibrate"),
+        ({"recursions": 2, "relax_init": "zero", "calibrate": 1024}, "relax-init requires a lora or dora relaxation"),
+        ({"recursions": 2, "init": "lower", "norm_init": "zero", "calibrate": 1024}, "norm-init requires the init average"),
         ({"drop": 4}, "drop must be between 0 and 3"),
     ],
 )

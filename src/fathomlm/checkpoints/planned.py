@@ -83,7 +83,7 @@ def lay_out(shape: Architecture, asked: TyingOptions, *, times: int, whole: Arch
     linears, only = shape.linears(), asked.linears_only
     relaxation = build_relaxation(linears, asked.relax, asked.rank, asked.prefix_length, linears_only=only)
     check_fits(relaxation, plan)
-    start = Start.of(init, asked.norm_init, asked.relax_init, relaxation, calibrated)
+    start = Start.of(init, asked.norm_init, asked.relax_init, asked.relax, calibrated)
     if limit is not None and relaxation is not None:
         if start.init == "random":
             raise OptionError("budget chooses ranks by what tying loses; it cannot be combined with the init random")
@@ -152,10 +152,10 @@ class Start:
         init: str | None,
         norm_init: str | None,
         relax_init: str | None,
-        relaxation: Relaxation | None,
+        relax: str | None,
         calibrated: bool,
     ) -> Start:
-        method = RelaxationKind() if relaxation is None else relaxation.method
+        method = RelaxationKind() if relax is None else RELAXATIONS[relax]
         init = init or ("influence" if calibrated and method.init == "stepwise" else method.init)
         if relax_init is not None and not method.relax_inits:
             kinds = " or ".join(name for name, kind in RELAXATIONS.items() if kind.relax_inits)

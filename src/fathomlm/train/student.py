@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
+from fathomlm.checkpoints.planned import Start
 from fathomlm.checkpoints.resolve import architecture_of, encoder_of
 from fathomlm.checkpoints.tying import CALIBRATED
 from fathomlm.depth import Architecture, DepthPlan, ExitParts, Relaxation
@@ -193,6 +194,8 @@ def check_tying(model: ModelRecipe, plan: DepthPlan | None, relaxation: Relaxati
         _check_fine_tuning(model, plan, relaxation)
     elif plan is not None and plan.recursions > 1:
         raise OptionError(f"{model.source} is recursive already; leave out model.recursions to train it as it is")
+    else:  # before a measurement that they would come to nothing behind
+        Start.of(model.init, model.norm_init, model.relax_init, model.relax, model.calibrate is not None)
 
 
 def _check_fine_tuning(model: ModelRecipe, plan: DepthPlan | None, relaxation: Relaxation | None) -> None:
