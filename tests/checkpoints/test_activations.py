@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -238,6 +239,28 @@ def test_ranks_go_where_tying_lost_most(base: Any) -> None:
 def test_refusals(base: Any, options: dict[str, Any], says: str) -> None:
     with pytest.raises(OptionError, match=says):
         fathomlm.convert(base, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"relax": "lora"}, "relax-init aware requires second moments"),
+        ({"relax": "dora", "budget": 0.9}, "relax-init aware requires second moments"),
+        ({"init": "aligned"}, "init aligned requires second moments"),
+        ({"relax": "lora", "relax_init": "svd"}, None),
+        ({"relax": "encoding"}, None),
+        ({}, None),
+    ],
+)
+def test_what_reads_moments_requires_them(base: Any, options: dict[str, Any], says: str | None) -> None:
+    measured = fathomlm.measure_activations(base, [TEXT], tokens=256, moments=False)
+    with nullcontext() if says is None else pytest.raises(OptionError, match=says):
+        fathomlm.convert(base, activations=measured, **options)
+
+
+def test_a_text_is_a_document(base: Any) -> None:
+    one, several = (fathomlm.measure_activations(base, text, tokens=256, moments=False) for text in (TEXT, [TEXT]))
+    assert one.influence == several.influence
 
 
 def test_activations_of_another_model_are_refused(measured: Activations) -> None:

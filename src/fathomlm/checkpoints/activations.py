@@ -112,7 +112,7 @@ def token_rows(texts: Iterable[str], base: BaseCheckpoint, tokens: int = CALIBRA
 @torch.no_grad()
 def measure_activations(
     model: FathomModel | BaseCheckpoint | str | Path,
-    text: Iterable[str] | Tensor,
+    text: str | Iterable[str] | Tensor,
     *,
     tokens: int = CALIBRATION_TOKENS,
     moments: bool = True,
@@ -120,16 +120,17 @@ def measure_activations(
     device: torch.device | str = "cpu",
     on_layer: OnProgress | None = None,
 ) -> Activations:
-    """Run `text`, of which about so many `tokens` are read (or rows of tokens, N x T), through a plain decoder-only model,
-    layer by layer, in float32. The same rows give the same numbers on the same machine. Without `moments` only the layers'
-    influence and the loss are measured. `greedy` layers are left out one at a time, for `by="greedy"`: hundreds of
-    forward passes over the text, with the whole model in memory."""
+    """Run `text`, one document or several, of which about so many `tokens` are read (or rows of tokens, N x T), through a
+    plain decoder-only model, layer by layer, in float32. The same rows give the same numbers on the same machine. Without
+    `moments` only the layers' influence and the loss are measured. `greedy` layers are left out one at a time, for
+    `by="greedy"`: hundreds of forward passes over the text, with the whole model in memory."""
     base = plain_base(model)
     architecture = base.architecture
     if not base.plan.plain or architecture.cross:
         raise OptionError("calibration requires a plain decoder-only model")
     if not 0 <= greedy < architecture.layers:
         raise OptionError(f"greedy must be between 0 and {architecture.layers - 1}, got {greedy}")
+    text = [text] if isinstance(text, str) else text  # its characters are no documents
     rows_NT = text if isinstance(text, Tensor) else token_rows(text, base, tokens)
     if not 0 <= int(rows_NT.min()) <= int(rows_NT.max()) < architecture.vocab:
         raise DataError(f"the calibration rows have tokens beyond the model's vocabulary of {architecture.vocab:,}")

@@ -34,7 +34,7 @@ from fathomlm.checkpoints.reduced import KeptLayers, KeptNeurons, RepeatedLayers
 from fathomlm.checkpoints.resolve import describe, open_source, parse_device, parse_dtype, plain_base
 from fathomlm.checkpoints.tied import Tying, ranks_within
 from fathomlm.checkpoints.tying import starting_layers
-from fathomlm.depth import Step
+from fathomlm.depth import Relaxation, Step
 from fathomlm.depth.plan import KVMode, Resize
 from fathomlm.depth.sharing import kept_layers
 from fathomlm.errors import OptionError
@@ -158,6 +158,8 @@ def convert(
         base, activations = RepeatedLayers(base, repeat), None
         dropped = [dropped[layer] for layer in base.layers] if dropped is not None else None
     plan, relaxation, start = layout.plan, layout.relaxation, layout.start
+    if activations is not None and activations.directory is None:
+        _check_without_moments(start, relaxation)
     kind = parse_dtype(dtype) or base.dtype
     starts = starting_layers(plan, start.init, () if activations is None else activations.influence)
     tying_of = Tying.of(base, start.init, start.norm, starts, activations)
@@ -178,6 +180,13 @@ def _narrower(base: BaseCheckpoint, neurons: int, activations: Activations | Non
     if activations is None or activations.directory is None:
         raise OptionError("neurons requires calibration text (--calibrate FILE), over which second moments are measured")
     return KeptNeurons(base, neurons, activations)
+
+
+def _check_without_moments(start: Start, relaxation: Relaxation | None) -> None:
+    """Refuse what reads second moments where only the layers' influence was measured."""
+    aware = relaxation is not None and bool(relaxation.method.relax_inits) and start.relax == "aware"
+    for what in (what for what, given in (("init aligned", start.init == "aligned"), ("relax-init aware", aware)) if given):
+        raise OptionError(f"{what} requires second moments: measure the activations with moments=True")
 
 
 def _with_open_routers(model: FathomModel) -> FathomModel:
