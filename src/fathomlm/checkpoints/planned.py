@@ -42,7 +42,7 @@ class TyingOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class PlannedConversion:
     """What is made of a base whose layers and neurons have been left out already."""
 
     plan: DepthPlan
@@ -67,7 +67,9 @@ def check_conversion(
     lay_out(left, asked, times=times, whole=shape, calibrated=calibrated)
 
 
-def lay_out(shape: Architecture, asked: TyingOptions, *, times: int, whole: Architecture, calibrated: bool) -> Layout:
+def lay_out(
+    shape: Architecture, asked: TyingOptions, *, times: int, whole: Architecture, calibrated: bool
+) -> PlannedConversion:
     """Plan, relaxation and starts over a plain model of that shape; `whole` is the model that a budget is a part of, `times`
     what `check_dropping` returned."""
     check_one(times, asked.init, asked.norm_init, asked.resize)
@@ -88,7 +90,7 @@ def lay_out(shape: Architecture, asked: TyingOptions, *, times: int, whole: Arch
         if start.init == "random":
             raise OptionError("budget chooses ranks by what tying loses; it cannot be combined with the init random")
         check_room_for_ranks(shape, plan, relaxation, limit)
-    return Layout(plan=plan, routed=routed, relaxation=relaxation, start=start, limit=limit)
+    return PlannedConversion(plan=plan, routed=routed, relaxation=relaxation, start=start, limit=limit)
 
 
 def check_dropping(drop: int | None, neurons: int | None, asked: TyingOptions) -> int:
