@@ -232,7 +232,7 @@ class KVPages:
 
 
 @dataclass(frozen=True, slots=True)
-class StepPages:
+class StepKVPages:
     """What a block's attention asks of the pages, at one step."""
 
     k_pages: Tensor
@@ -243,7 +243,7 @@ class StepPages:
     reads: bool = field(kw_only=True)
     """The entries are another step's; this one makes none."""
     bias_DH: Tensor | None = None
-    source: StepPages | None = None
+    source: StepKVPages | None = None
 
     def store(self, entries: tuple[Tensor, Tensor]) -> None:
         k_NG1D, v_NG1D = entries

@@ -21,7 +21,7 @@ from torch import Tensor
 from fathomlm.depth import Step
 from fathomlm.engine.fused_layers import FusedLayers
 from fathomlm.engine.grouped import GroupedDelta
-from fathomlm.engine.kv_pages import AttentionMetadata, KVPages, StepPages, Windows
+from fathomlm.engine.kv_pages import AttentionMetadata, KVPages, StepKVPages, Windows
 from fathomlm.engine.layout import Layout
 from fathomlm.engine.row_positions import RowPositions
 from fathomlm.engine.sources import Sources
@@ -315,8 +315,8 @@ class PagedLayers:
             delta = delta.at(step.recursion + recursion_N)
         source = None
         if (read := attention.source) is not None:
-            source = StepPages(*self.pages.at(0, step.index, read.planes), read, reads=True)
-        pages = StepPages(
+            source = StepKVPages(*self.pages.at(0, step.index, read.planes), read, reads=True)
+        pages = StepKVPages(
             *self.pages.at(*self.layout.home(step), attention.planes), attention, windows[0], attention.starts.get(windows),
             reads=plan.reads_kv(step), bias_DH=self._bias_DH, source=source,
         )  # fmt: skip
