@@ -313,7 +313,8 @@ def _check_required(instance: Any, named: Callable[[_Field], str]) -> None:
         name, *known = field.option.requires
         found = getattr(instance, name)
         if found not in known if known else found == fields[name].default:
-            which = f" {' or '.join(known)}, got {found}" if known else ""
+            zero = fields[name].default is None and fields[name].option.ge == 0
+            which = f" {' or '.join(known)}, got {found}" if known else ", which may be 0" if zero else ""
             raise OptionError(f"{named(field)} requires {named(fields[name])}{which}")
 
 

@@ -344,7 +344,7 @@ def test_export_drops_layers_on_the_way(readable, tmp_path, capsys):
         (["--drop", "2", "--by", "influence"], "requires calibration text"),
         (["--drop", "2", "--by", "greedy"], "requires calibration text"),
         (["--drop", "2", "--neurons", "8"], "neurons requires calibration text"),
-        (["--neurons", "8"], "--neurons requires --drop"),
+        (["--neurons", "8"], "--neurons requires --drop, which may be 0"),
         (["--repeat", "2"], "--repeat requires --drop"),
         (["--drop", "0", "--repeat", "2", "--recursions", "2"], "cannot be combined with recursions"),
         (["--drop", "2", "--calibrate", "nowhere.txt"], "nowhere.txt"),
