@@ -49,9 +49,17 @@ def interrupt(number: int, frame: FrameType | None) -> None:
     libraries do not expect it there, and swallow it, make an error of their own of it, or end the process from C++."""
     if not _is_importing(frame):
         raise KeyboardInterrupt
-    again = threading.Timer(AGAIN, _thread.interrupt_main, (number,))
+    again = threading.Timer(AGAIN, _send, (number,))
     again.daemon = True
     again.start()
+
+
+def _send(number: int) -> None:
+    """A signal to the main thread, which also ends what it waits for, where there is a way to."""
+    if hasattr(signal, "pthread_kill") and (main := threading.main_thread().ident) is not None:
+        signal.pthread_kill(main, number)
+    else:
+        _thread.interrupt_main(signal.Signals(number))
 
 
 def _is_importing(frame: FrameType | None) -> bool:
