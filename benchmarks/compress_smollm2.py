@@ -106,8 +106,8 @@ def compare(found: Record, original: Record) -> Record:
     }  # fmt: skip
 
 
-def chosen(models: Sequence[Record], budget: float) -> dict[str, Record]:
-    """The best within the budget, and of each kind the lowest loss; of exits the lowest loss at the exit among those that
+def chosen(models: Sequence[Record], best: Record, budget: float) -> dict[str, Record]:
+    """The `best` within the budget, and of each kind the lowest loss; of exits the lowest loss at the exit among those that
     leave the last output alone."""
     found: dict[str, Record] = {}
     for kind in KINDS:
@@ -118,7 +118,6 @@ def chosen(models: Sequence[Record], budget: float) -> dict[str, Record]:
             found[kind] = min(own, key=lambda model: next(v["loss"] for k, v in model.items() if k.startswith("exit_")))
         elif own:
             found[kind] = min(own, key=lambda model: model["loss"])
-    best = best_of(models, budget)
     if all(model is not best for model in found.values()):
         found[f"best within {budget:g} of the bytes"] = best
     return found
@@ -218,13 +217,14 @@ def run(args: argparse.Namespace) -> None:
             f"{args.ledger} has no finished {results[0].study.baseline} of {args.studies[0]}, or nothing beside it"
         )
     models = [compare(model, original_of(model, models, base)) for model in models]
+    best = best_of(models, args.budget)
     record: Record = {
         "environment": environment(),
         "settings": {"rows": args.rows, "new": args.new, "waves": args.waves, "threshold": args.threshold},
         "budget": args.budget,
-        "best": best_of(models, args.budget),
+        "best": best,
         "pareto": {cost: pareto(models, cost) for cost in ("bytes_share", "flops_share")},
-        "models": chosen(models, args.budget),
+        "models": chosen(models, best, args.budget),
         "curve": models,
     }
     save(record, args.out)

@@ -16,7 +16,6 @@ from fathomlm.cache import build_cache
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.full import generate
 from fathomlm.depth import Architecture, DepthPlan
-from fathomlm.engine import runner
 from fathomlm.engine.engine import Engine
 from fathomlm.engine.session import EngineSession
 from fathomlm.model.decoder import Decoder
@@ -134,9 +133,8 @@ def test_the_engine_says_what_the_reference_says(name: str, mode: str, compiled:
             assert 0 < engine.totals.accepted <= engine.totals.drafted
 
 
-def test_captured_sources_are_read_as_others_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured_sources_are_read_as_others_are() -> None:
     """One after the other and several at once, each size three times: run, captured and replayed."""
-    monkeypatch.setattr(runner, "CAPTURED_SOURCES", True)
     made = model("gated")
     work = [*SOURCES, [9, 9, 4, 2], [17, 5]]
     wanted = generate(made, work, max_new_tokens=NEW, ignore_eos=True)

@@ -59,8 +59,6 @@ from fathomlm.model.seq2seq import FathomForSeq2SeqLM
 
 COPIES: dict[str, Copies] = {"state-copy": "state", "entry-copy": "entries"}
 WARM_UPS = 2
-CAPTURED_SOURCES = True
-"""Whether a GPU replays the encoder for a few short sources: translations one at a time then take 0.57 of the time."""
 BURST_GRAPHS = False
 """Whether a GPU has a whole burst as one graph, with one copy of its results. Not measured yet: off."""
 UNTOLD = -(1 << 62)
@@ -131,9 +129,9 @@ class Runner:
         self._reader: SourceReader | None = None
         if self.state.sources is not None:
             assert encodes is not None, "a decoder that looks at sources comes with its encoder"
-            captured = CAPTURED_SOURCES and self._captures
-            chunk = self.sizes.prefill_chunk
-            self._reader = SourceReader(encodes, self.pages, self.state.sources, chunk, captures=captured)
+            self._reader = SourceReader(
+                encodes, self.pages, self.state.sources, self.sizes.prefill_chunk, self.state.upload, captures=self._captures
+            )
         self.sampler = SamplerState(
             self.sizes.max_sequences, decoder.architecture.vocab, self.device, options.max_logprobs,
             penalties=options.penalties,
