@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 import fathomlm
 from fathomlm.checkpoints import resolve
 from fathomlm.cli.main import main
+from fathomlm.train.reading import find_recipe
 from lab.analyze.tiny import model_of, saved, text_file
 from parity.families import tiny
 
@@ -251,7 +252,8 @@ def test_dropped_layers_are_named_in_the_card_with_losses_and_a_command_that_par
     recipe = yaml.safe_load(capsys.readouterr().out)
     left = {name: value for name, value in recipe["model"].items() if value is not None}
     assert (left["source"], left.get("drop"), left.get("neurons")) == (str(out), None, None)
-    assert recipe["data"]["path"] == f"data/{Path(base).name}-300M"
+    size = yaml.safe_load(find_recipe("compress-smollm2-135m").read_text())["data"]["max_tokens"]
+    assert recipe["data"]["path"] == f"data/{Path(base).name}-{size}"
     assert main([*shlex.split(command)[1:], "--dry-run"]) == 0
     assert "5 layers" in capsys.readouterr().out
 
@@ -306,7 +308,10 @@ def test_the_card_of_a_looped_model_says_what_runs_where_and_what_it_costs(plain
     assert "warning: the result takes more compute than the base: 118%" in said.err
     card = (out / "README.md").read_text()
     assert "| 1 | 1, 4 |" in card
-    assert "fathomlm train uptrain-smollm2-135m " in card
+    command = next(line for line in card.splitlines() if line.startswith("fathomlm train"))
+    assert shlex.split(command)[2] == "uptrain-smollm2-135m"
+    assert main([*shlex.split(command)[1:], "--dry-run"]) == 0
+    assert "3 layers looped 2 times" in capsys.readouterr().out
     assert "Note: the result is larger than the base" in card
     assert main(["convert", str(plain), str(tmp_path / "n")]) == 0
     assert "warning" not in capsys.readouterr().err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shlex
 import shutil
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 import fathomlm
 from fathomlm.cache import build_cache
+from fathomlm.cli.main import main
 from fathomlm.train.data.corpus import Corpus
 from fathomlm.train.data.prepare import PrepareOptions, prepare
 from fathomlm.train.distributed import World
@@ -81,6 +83,25 @@ def tiny_t5(corpus, tmp_path_factory) -> Path:
     T5ForConditionalGeneration(T5Config(**sizes, **ids)).save_pretrained(directory)
     Corpus.open(corpus).load_tokenizer().save_pretrained(directory)
     return directory
+
+
+@pytest.mark.parametrize("how", [("--recursions", "3"), ("--drop", "1")])
+def test_the_card_of_a_conversion_has_a_command_that_trains_it_on_pairs(how, tiny_t5, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["convert", str(tiny_t5), "small", *how]) == 0
+    card = Path("small/README.md").read_text()
+    assert "pipeline_tag: text2text-generation" in card
+    assert "pairs.jsonl, JSON lines with the fields `source` and `target`" in card
+    command = next(line for line in card.splitlines() if line.startswith("fathomlm train"))
+    pairs = [json.dumps({"source": f"word {n}", "target": f"{n} drow"}) for n in range(400)]
+    Path("pairs.jsonl").write_text("\n".join(pairs))
+    shorter = ["--budget.epochs", "null", "--budget.steps", "2", "--precision", "float32", "--log.every", "1"]
+    capsys.readouterr()
+    assert main([*shlex.split(command)[1:], *shorter, "--device", "cpu", "--log.tensorboard", "false"]) == 0, (
+        capsys.readouterr().err
+    )
+    assert len(losses(tmp_path / "runs" / "small")) == 2
+    assert fathomlm.load("runs/small/last").plan == fathomlm.load("small").plan
 
 
 def losses(run: Path) -> list[float]:

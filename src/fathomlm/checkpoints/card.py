@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,12 +11,6 @@ from fathomlm.depth import Architecture, DepthPlan
 from fathomlm.depth.cost import BLOCK, Cost, count
 from fathomlm.model.seq2seq import FathomModel
 from fathomlm.sizes import amount
-
-UPTRAIN, COMPRESS = ("uptrain-smollm2-135m", "1B"), ("compress-smollm2-135m", "300M")
-"""The shipped recipes that the card's command starts from, for looped models and for others, and how large their corpora
-are."""
-ROW = 2048
-"""Tokens of a row in them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,8 +51,8 @@ class Conversion:
         return found
 
 
-def model_card(made: Conversion, out: Path, command: str) -> str:
-    """The text of README.md."""
+def model_card(made: Conversion, out: Path, command: str, training: str) -> str:
+    """The text of README.md: `command` made the model, `training` says how it is trained on, where it has to be."""
     before, after = made.costs
     size, flops = made.shares
     width = made.model.decoder.embed.weight.element_size()
@@ -82,8 +75,9 @@ def model_card(made: Conversion, out: Path, command: str) -> str:
     if made.activations is not None and made.start_loss is not None:
         rows.append(("loss before training, nats per token", f"{made.activations.loss:.3f}", f"{made.start_loss:.3f}"))
     table = "\n".join(f"| {' | '.join(row)} |" for row in (("", "base", "this model"), ("---", "--:", "--:"), *rows))
+    task = "text2text-generation" if made.base.cross else "text-generation"
     parts = [
-        "---\nlibrary_name: fathomlm\npipeline_tag: text-generation\n---",
+        f"---\nlibrary_name: fathomlm\npipeline_tag: {task}\n---",
         f"# {out.name}",
         f"{describe(made.model)}, made from {made.name} ({before.unrolled_layers} layers) by\n\n```\n{command}\n```",
         table,
@@ -92,24 +86,8 @@ def model_card(made: Conversion, out: Path, command: str) -> str:
         held_out = made.activations.held_out_NT.numel()
         parts.append(f"Losses are over {held_out:,} held-out tokens of the {made.activations.tokens:,} calibrated on.")
     parts += [*_layers(made), *(f"Note: {warning}." for warning in made.warnings)]
-    if made.model.plan.injection:
-        return "\n\n".join(parts) + "\n"
-    parts.append(
-        "The weights are a starting point. Train the model before you judge its output, here with the base as the teacher:"
-        f"\n\n```\n{uptraining(made.name, out, dropped=made.model.plan.plain, context=made.base.context)}\n```"
-    )
+    parts += [] if made.model.plan.injection else [training]
     return "\n\n".join(parts) + "\n"
-
-
-def uptraining(base: str, out: Path, *, dropped: bool, context: int) -> str:
-    """The command that trains a converted model further. All models of one base read one corpus."""
-    recipe, tokens = COMPRESS if dropped else UPTRAIN
-    converts = ("drop", "by", "neurons", "calibrate") if dropped else ("sharing", "init")
-    given = {"name": out.name, "model.source": str(out)} | {f"model.{name}": "null" for name in converts}
-    given |= {} if dropped else {"model.recursions": "1"}
-    given |= {"loss.distill.source": base, "data.tokenizer": base, "data.path": f"data/{Path(base).name}-{tokens}"}
-    given |= {"data.context": str(context)} if context < ROW else {}
-    return shlex.join(["fathomlm", "train", recipe, *(word for key, value in given.items() for word in (f"--{key}", value))])
 
 
 def _layers(made: Conversion) -> list[str]:

@@ -67,6 +67,7 @@ class Convert(ForceOptions, DtypeOptions, SeedOptions, JsonOptions):
         from fathomlm.checkpoints.native import directory_bytes, save
         from fathomlm.checkpoints.planned import check_conversion
         from fathomlm.checkpoints.resolve import decoder_only, describe, dtype_name, open_source
+        from fathomlm.train.uptraining import uptraining
 
         begin = time.perf_counter()
         fields: dict[str, Any] = asdict(self.plan) | asdict(self.inits) | asdict(self.relaxation)
@@ -82,7 +83,8 @@ class Convert(ForceOptions, DtypeOptions, SeedOptions, JsonOptions):
             model = convert(source, on_layer=update, **fields)
         loss = None if measured is None else measured.loss_of(decoder_only(model, "--calibrate"))
         made = Conversion(name=self.model, base=source.architecture, model=model, activations=measured, start_loss=loss)
-        save(model, self.out, self.force, card=model_card(made, self.out, shlex.join(["fathomlm", *sys.argv[1:]])))
+        command = shlex.join(["fathomlm", *sys.argv[1:]])
+        save(model, self.out, self.force, card=model_card(made, self.out, command, uptraining(made, self.out)))
         seconds = time.perf_counter() - begin
 
         before, after = made.costs
