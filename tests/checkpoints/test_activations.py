@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
@@ -263,6 +264,42 @@ def test_a_text_is_a_document(base: Any) -> None:
     assert one.influence == several.influence
 
 
-def test_activations_of_another_model_are_refused(measured: Activations) -> None:
-    with pytest.raises(OptionError, match="another number of layers"):
-        fathomlm.convert(model_of(None, sharing="cycle", recursions=1, traits={"layers": 4}), activations=measured)
+@pytest.mark.parametrize(
+    ("traits", "says"),
+    [
+        ({"layers": 4}, "with layers 8, and this one has 4"),
+        ({"hidden": 32}, "with hidden 16, and this one has 32"),
+        ({"intermediate": 32}, "with intermediate 24, and this one has 32"),
+        ({"kv_heads": 1}, "with kv_heads 2, and this one has 1"),
+        ({"vocab": 300}, "with vocab 257, and this one has 300"),
+    ],
+)
+def test_activations_of_a_model_of_another_shape_are_refused(
+    traits: dict[str, int], says: str, measured: Activations
+) -> None:
+    other = model_of(None, sharing="cycle", recursions=1, traits=traits)
+    with pytest.raises(OptionError, match=f"measured on another model {says}; measure the model that is converted"):
+        fathomlm.convert(other, activations=measured)
+
+
+def test_activations_of_other_weights_are_refused_and_those_of_a_copy_are_not(
+    base: Any, measured: Activations, tmp_path: Path
+) -> None:
+    with pytest.raises(OptionError, match=r"another model of the same shape: its weights differ by \d+%"):
+        fathomlm.convert(model_of(None, sharing="cycle", recursions=1, seed=1), drop=2, activations=measured)
+    tuned = copy.deepcopy(base)
+    with torch.no_grad():
+        tuned.decoder.layers[5].norm_attn.weight.mul_(1.1)
+    with pytest.raises(OptionError, match=r"the same shape: \d+ of \d+ sampled norms and biases are others"):
+        fathomlm.convert(tuned, drop=2, activations=measured)
+    rounded = copy.deepcopy(base).to(torch.bfloat16)
+    assert fathomlm.convert(rounded, drop=2, activations=measured).architecture.layers == 6
+    fathomlm.save(base, tmp_path / "int8", quantize="int8")
+    assert fathomlm.convert(tmp_path / "int8", drop=2, activations=measured).architecture.layers == 6
+
+
+def test_activations_of_some_layers_are_of_the_model_that_has_them(base: Any, measured: Activations) -> None:
+    small = fathomlm.convert(base, drop=4, by="last", activations=measured)
+    fathomlm.convert(small, recursions=2, activations=measured.of([0, 1, 2, 3]))
+    with pytest.raises(OptionError, match="measured on another model"):
+        fathomlm.convert(small, recursions=2, activations=measured.of([0, 1, 2, 4]))

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from fathomlm.cache import NoCache
 from fathomlm.checkpoints.assemble import BaseCheckpoint, OnProgress, configure, empty_model, put_base, telling
 from fathomlm.checkpoints.drop_order import candidates, drop_order, row_loss, shifted
+from fathomlm.checkpoints.measured_model import MeasuredModel
 from fathomlm.checkpoints.resolve import plain_base
 from fathomlm.checkpoints.tying import CALIBRATION_TOKENS
 from fathomlm.depth import DepthPlan
@@ -64,6 +65,8 @@ class Activations:
     """The layers of the measured model that these are of, in order."""
     directory: tempfile.TemporaryDirectory[str] | None = field(repr=False)
     """Where second moments lie, a file for each layer; None where they were not asked for."""
+    model: MeasuredModel = field(repr=False)
+    """What all this was measured on."""
     order: tuple[int, ...] = ()
     """The layers that a greedy search leaves out, the first one first; empty where it was not asked for."""
     order_losses: tuple[float, ...] = ()
@@ -80,7 +83,16 @@ class Activations:
         """The same of some of the layers, as of a model that has only those."""
         influence = tuple(self.influence[layer] for layer in layers)
         picked = tuple(self.layers[layer] for layer in layers)
-        return dataclasses.replace(self, layers=picked, influence=influence, order=(), order_losses=())
+        model = self.model.of_layers(layers)
+        return dataclasses.replace(self, layers=picked, influence=influence, model=model, order=(), order_losses=())
+
+    def check_of(self, base: BaseCheckpoint) -> None:
+        """Refuse another model than the measured one. A copy in another number format is the same one."""
+        if (why := self.model.difference(base)) is not None:
+            raise OptionError(
+                f"the activations were measured on another model {why}; measure the model that is converted "
+                "(measure_activations)"
+            )
 
     @torch.no_grad()
     def loss_of(self, model: FathomForCausalLM) -> float:
@@ -173,6 +185,7 @@ def measure_activations(
         held_out_NT=torch.cat(held_out).cpu(),
         layers=tuple(range(architecture.layers)),
         directory=directory,
+        model=MeasuredModel.of(base),
         order=tuple(layer for layer, _ in found),
         order_losses=tuple(loss for _, loss in found),
     )

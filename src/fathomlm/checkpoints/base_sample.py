@@ -14,6 +14,7 @@ import struct
 from base64 import b64decode, b64encode
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from statistics import median
 
 import torch
@@ -47,9 +48,20 @@ class BaseSample:
     @classmethod
     def of(cls, decoder: Decoder) -> BaseSample:
         names = sorted((name, value) for name, value in decoder.named_parameters() if not name.startswith(OWN))
-        vectors = [value for _, value in names if value.dim() < 2]
-        matrices = [value for _, value in names if value.dim() >= 2]
+        return cls.of_tensors([value for _, value in names])
+
+    @classmethod
+    def of_tensors(cls, tensors: Sequence[Tensor]) -> BaseSample:
+        vectors = [value for value in tensors if value.dim() < 2]
+        matrices = [value for value in tensors if value.dim() >= 2]
         return cls(vectors=_numbers(vectors, VECTORS), matrices=_numbers(matrices, MATRICES))
+
+    @classmethod
+    def joined(cls, samples: Sequence[BaseSample]) -> BaseSample:
+        """Of several parts, the sample of all."""
+        parts = ([getattr(sample, name) for sample in samples] for name in ("vectors", "matrices"))
+        vectors, matrices = (tuple(chain.from_iterable(part)) for part in parts)
+        return cls(vectors=vectors, matrices=matrices)
 
     @classmethod
     def from_dict(cls, record: dict[str, str], where: str) -> BaseSample:

@@ -144,8 +144,8 @@ def convert(
     place = parse_device(device)
     base = plain_base(source)
     whole = base.architecture
-    if activations is not None and len(activations.influence) != whole.layers:
-        raise OptionError("the activations were measured on another model: it has another number of layers")
+    if activations is not None:
+        activations.check_of(base)
     if drop is not None:
         found = ((), ()) if activations is None else (activations.influence, activations.order)
         kept = kept_layers(whole.layers, drop, by, *found)
