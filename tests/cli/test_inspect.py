@@ -326,3 +326,21 @@ def test_a_budget_compares_plans_that_fit(capsys: pytest.CaptureFixture[str]) ->
 def test_budgets_and_drops_that_cannot_be(capsys: pytest.CaptureFixture[str], arguments: list[str], says: str) -> None:
     assert main(["inspect", "smollm2-135m", *arguments]) == 2
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("sharing", [None, "middle-sequence"])
+@pytest.mark.parametrize(("model", "budget"), [("smollm2-135m", "0.9"), ("qwen3-30b-a3b", "0.6"), ("gemma-7b", "0.9")])
+def test_a_table_of_plans_breaks_no_option_in_80_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model: str, budget: str, sharing: str | None
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    words = ["inspect", model, "--budget", budget, *(() if sharing is None else ("--sharing", sharing))]
+    assert main([*words, "--json"]) == 0
+    plans = [plan["options"] for plan in json.loads(capsys.readouterr().out)["candidates"]]
+    assert any(int(plan.split()[-1]) > 99 for plan in plans if "--rank" in plan)
+    assert main(words) == 0
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert max(map(len, lines)) <= 80
+    for plan in plans:
+        parts = [plan] if sharing is None else plan.replace(" --relax", "|--relax").split("|")
+        assert all(any(line.strip().startswith(part) for line in lines) for part in parts), plan

@@ -98,9 +98,15 @@ Rows = list[list[str]]
 
 
 def print_table(
-    rows: Sequence[Sequence[str]], title: str | None = None, *, caption: str | None = None, text_columns: int = 1
+    rows: Sequence[Sequence[str]],
+    title: str | None = None,
+    *,
+    caption: str | None = None,
+    text_columns: int = 1,
+    dense: bool = False,
 ) -> None:
-    """The first row is the header. The first `text_columns` are aligned to the left, numbers to the right."""
+    """The first row is the header. The first `text_columns` are aligned to the left, numbers to the right. A `dense` table
+    has less space between columns."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -110,7 +116,12 @@ def print_table(
         return None if text is None else Text(text)
 
     table = Table(
-        title=plain(title), caption=plain(caption), title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD
+        title=plain(title),
+        caption=plain(caption),
+        title_justify="left",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        collapse_padding=dense,
     )
     for column, name in enumerate(rows[0]):
         word = max(map(len, name.split()), default=0)  # a narrow terminal folds cells, and breaks no word of a heading

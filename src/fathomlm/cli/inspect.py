@@ -151,13 +151,13 @@ def _compare(options: Inspect, architecture: Architecture, plan: DepthPlan | Non
         flops = each.cost.forward_flops_per_token / base.forward_flops_per_token
         shares = (each.share(base), flops, each.cost.kv_bytes_per_token / base.kv_bytes_per_token)
         sizes = [each.cost.layout, str(each.cost.unrolled_layers), *(f"{share:.2f}x" for share in shares)]
-        table.append([each.options, *sizes])
+        table.append([each.options.replace(" --relax", "\n  --relax") if options.plan.sharing else each.options, *sizes])
     caption = (
         f"Against {options.model}, in the same number format, embeddings included; FLOPs at a context of {options.context} "
         "tokens. --neurons also requires --calibrate FILE, text to measure over. Which plan keeps most is decided by "
         "training, not by this table."
     )
-    print_table(table, f"{options.model} in {options.budget:.0%} of its bytes", caption=caption)
+    print_table(table, f"{options.model} in {options.budget:.0%} of its bytes", caption=caption, dense=True)
     return 0
 
 
