@@ -161,8 +161,12 @@ def _tensors(model: FathomForCausalLM) -> dict[str, Tensor]:
     return {hf_name(family, name): tensor.detach() for name, tensor in named.items()}
 
 
-def batched(model: Any, workload: Workload, batch_size: int) -> WorkloadRun:
-    """Continuous batching with at most `batch_size` requests at a time, all of one length and handed in at once."""
+def batched(
+    model: Any, workload: Workload, batch_size: int, *, keep: bool = False, **settings: Any
+) -> WorkloadRun:  # fmt: skip
+    """Continuous batching with at most `batch_size` requests at a time, all of one length and handed in at once. `settings`
+    are fields of its config. With `keep` the model keeps what it has captured for a next call with the same settings, until
+    `destroy_cached_continuous_batching_manager`."""
     prompts = [list(request.prompt) for request in workload.requests]
     fields: dict[str, Any] = {"max_requests_per_batch": batch_size}
     if model.device.type != "cuda":  # it would take nearly all memory there is, and a minute to fill it
@@ -172,8 +176,9 @@ def batched(model: Any, workload: Workload, batch_size: int) -> WorkloadRun:
         found: Mapping[str, Any] = model.generate_batch(
             prompts,
             generation_config=_greedy(new),
-            continuous_batching_config=ContinuousBatchingConfig(**fields),
+            continuous_batching_config=ContinuousBatchingConfig(**(fields | settings)),
             record_timestamps=True,
+            persistent_manager=keep,
         )
     outputs = list(found.values())
     if len(outputs) < len(prompts):
