@@ -1,7 +1,7 @@
 """The engine at every batch size: plain, routed and exiting models, end to end and the device alone.
 
     python benchmarks/engine_scale.py --out engine_scale.json --minutes 9        # again, until nothing is left
-    python benchmarks/engine_scale.py --draw engine_scale.json                   # engine_scale.png and .md beside it
+    python benchmarks/engine_scale.py --draw engine_scale.json [--docs docs/engine.md]  # engine_scale.png and .md beside it
     python benchmarks/engine_scale.py --out engine_weights.json --parts rows --only vanilla --weights bf16 int8 fp8
         --rows 1 8 [--shape 1.7b]
 
@@ -21,6 +21,7 @@ that fails is noted and the others go on (exit status 1). What the benchmark was
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import time
@@ -32,8 +33,9 @@ from pathlib import Path
 
 import engine_scale_parts as parts
 import torch
+from engine_scale_page import draw, page, quoted
 from engine_scale_parts import MODELS, WEIGHTS, ScaleBench
-from engine_scale_record import Record, bar_rows, draw, open_record, page, source_hash, write_record
+from engine_scale_record import Record, bar_rows, open_record, source_hash, write_record
 from engine_throughput import LONGEST
 
 import fathomlm
@@ -184,7 +186,8 @@ def run_cell(bench: ScaleBench, cell: Cell) -> bool:
 def head(args: argparse.Namespace) -> Record:
     """What is run and where; a record of something else is not continued."""
     here, package = Path(__file__).resolve().parent, Path(fathomlm.__file__).parent
-    files = [*package.rglob("*.py"), *here.glob("engine_scale*.py"), here / "engine_throughput.py"]
+    own = ("engine_scale.py", "engine_scale_parts.py", "engine_scale_record.py", "engine_throughput.py")
+    files = [*package.rglob("*.py"), *(here / name for name in own)]
     names = ("shape", "rounds", "mean", "overbook", "tiny")
     gpu = str(torch.cuda.get_device_properties(0).uuid) if torch.cuda.is_available() else None
     return {
@@ -205,12 +208,16 @@ def _commit(folder: Path) -> str | None:
         return None
 
 
-def draw_record(path: Path) -> int:
+def draw_record(path: Path, docs: Path | None) -> int:
     record = dict(read_object(path, error=OptionError, nonfinite=True).values)
     draw(record, path.with_suffix(".png"))
     with whole_file(path.with_suffix(".md")) as temporary:
         temporary.write_text(page(record, path.with_suffix(".png").name))
-    print(f"{path.with_suffix('.png')}, {path.with_suffix('.md')}")
+    if docs is not None:
+        text = quoted(docs.read_text(), record, os.path.relpath(path, docs.parent))
+        with whole_file(docs) as temporary:
+            temporary.write_text(text)
+    print(", ".join(str(one) for one in (path.with_suffix(".png"), path.with_suffix(".md"), docs) if one))
     return 0
 
 
@@ -219,6 +226,7 @@ def main() -> int:
     add = parser.add_argument
     add("--out", type=Path, help="the record; one that is there is continued")
     add("--draw", type=Path, metavar="RECORD", help="draw a record and write its page, beside it")
+    add("--docs", type=Path, metavar="FILE", help="with --draw: a page whose figures are written anew, between its marks")
     add("--minutes", type=float, help="no cell is begun that would not end within these")
     add("--fresh", action="store_true", help="begin a new record in place of the one that is there")
     add("--mixed", action="store_true", help="continue a record of another source or GPU, which it then says")
@@ -238,7 +246,7 @@ def main() -> int:
         parser.error("one of --out and --draw is needed")
     args.requests = args.rounds
     try:
-        return draw_record(args.draw) if args.draw else run(args)
+        return draw_record(args.draw, args.docs) if args.draw else run(args)
     except FathomError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

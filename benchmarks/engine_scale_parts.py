@@ -311,6 +311,8 @@ def peer(bench: ScaleBench, label: str, rows: int, settings: Record, *, sized: b
     try:
         for _ in range(2):
             timing = Timing.of(batched(model, work, rows, keep=True, **settings))
+            if timing.failed:
+                raise RuntimeError(f"{timing.failed} of {timing.requests} requests failed: {timing.error}")
             rates.append(timing.tokens / timing.seconds)
             if timing.seconds > PEER_SECONDS:
                 break

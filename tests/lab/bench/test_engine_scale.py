@@ -35,6 +35,13 @@ def records() -> ModuleType:
     return engine_scale_record  # type: ignore[no-any-return]
 
 
+@pytest.fixture
+def pages() -> ModuleType:
+    import engine_scale_page  # type: ignore[import-not-found]
+
+    return engine_scale_page  # type: ignore[no-any-return]
+
+
 def call(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
     import engine_scale  # type: ignore[import-not-found]
 
@@ -181,11 +188,13 @@ def test_bars_are_met_from_the_right_side(records: ModuleType) -> None:
     assert said["bundled.speedup"] == ""
 
 
-def test_a_record_is_drawn_with_its_numbers(records: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_is_drawn_with_its_numbers(
+    records: ModuleType, pages: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("matplotlib")
     record = records.open_record(tmp_path / "scale.json", HEAD)
     with pytest.raises(OptionError, match="no batch sizes to draw"):
-        records.draw(record, tmp_path / "scale.png")
+        pages.draw(record, tmp_path / "scale.png")
     for number, name in enumerate(records.NAMES):
         for rows in (256, 1):
             record[f"{name}_{rows}rows"] = cell(1000 * rows + number, 0.5 * rows**0.2)
@@ -230,3 +239,27 @@ def test_keys_and_values_that_a_token_reads() -> None:
     assert read(DepthPlan.vanilla(6)) == 100 * 10 * 6
     routed = DepthPlan.build("middle-cycle", 2, 6, "add").with_routing(build_routing("expert", 2))
     assert read(routed) == pytest.approx(100 * 10 * (2 + 2 * (1 + 0.5**2)))
+
+
+def test_the_documentation_quotes_a_record(records: ModuleType, pages: ModuleType) -> None:
+    record = records.open_record(Path("nowhere"), HEAD)
+    for name, speed in (("vanilla", 120_644), ("mor3", 181_165)):
+        record[f"{name}_256rows"] = cell(speed, 2.0)
+    record["mor3_1rows"] = cell(1690, 0.5)
+    records.compare(record)
+    text = f"before\n\n{pages.BEGIN}\nold figures\n{pages.END}\n\nbehind\n"
+    found = pages.quoted(text, record, "../results/scale.json")
+    assert found.startswith(f"before\n\n{pages.BEGIN}\nsome GPU, torch 2.11, 2026-11-18 ([record](../results/scale.json),")
+    assert found.endswith(f"\n{pages.END}\n\nbehind\n")
+    assert "old figures" not in found
+    assert "| 1 | - | 1,690 (2,190) |" in found
+    assert "| 256 | 120,600 (121,100) | 181,200 (181,700): 1.50 times |" in found
+    assert "At 256 and more the host takes 1.2 to 1.2 us per token" in found
+    assert pages.quoted(found, record, "../results/scale.json") == found
+    with pytest.raises(OptionError, match="one part between"):
+        pages.quoted("nothing to fill in", record, "scale.json")
+
+
+def test_the_engines_page_has_a_place_for_figures(pages: ModuleType) -> None:
+    text = (ROOT / "docs" / "engine.md").read_text()
+    assert text.count(pages.BEGIN) == text.count(pages.END) == 1
