@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import signal
+import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +15,7 @@ from typing import Any
 import pytest
 
 from fathomlm.cli.main import main
-from fathomlm.interrupts import interrupt
+from fathomlm.interrupts import AGAIN, interrupt
 
 CARELESS = """
 import signal, time
@@ -59,13 +61,118 @@ def test_elsewhere_an_interrupt_comes_at_once() -> None:
         signal.raise_signal(signal.SIGINT)
 
 
-@pytest.mark.parametrize(("before", "within"), [(signal.default_int_handler, interrupt), (signal.SIG_IGN, signal.SIG_IGN)])
+@pytest.mark.parametrize(("before", "answered"), [(signal.default_int_handler, True), (signal.SIG_IGN, False)])
 def test_commands_ask_for_it_while_they_run_and_leave_alone_what_ignores_interrupts(
-    before: Any, within: Any, monkeypatch: pytest.MonkeyPatch
+    before: Any, answered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
     monkeypatch.setattr("fathomlm.cli.main.check_first", lambda *_: seen.append(signal.getsignal(signal.SIGINT)))
     signal.signal(signal.SIGINT, before)
     assert main(["inspect", "smollm2-135m", "--json"]) == 0
-    assert seen == [within]
+    assert len(seen) == 1
+    assert (seen[0] is not before) is answered
     assert signal.getsignal(signal.SIGINT) is before
+
+
+TWICE = """
+import atexit, os, signal, sys, threading
+from fathomlm.cli import main as cli
+
+def send(*_):
+    signal.raise_signal(signal.SIGINT)
+
+def wait(options):
+    try:
+        send()
+    finally:
+        if place == "cleaning":
+            send()
+        print("cleaned up", flush=True)
+
+class Sending:
+    def __init__(self, to):
+        self.to = to
+    def write(self, text):
+        send()
+        return self.to.write(text)
+    def flush(self):
+        self.to.flush()
+
+place, sys.argv[1:] = sys.argv[1], ["inspect", "smollm2-135m"]
+cli.check_first = wait
+if place == "saying":
+    sys.stderr = Sending(sys.stderr)
+if place == "exiting":
+    atexit.register(send)
+if place == "threads":
+    threading._register_atexit(send)
+sys.exit(cli.main())
+"""
+
+
+@pytest.mark.parametrize("place", ["cleaning", "saying", "exiting", "threads"])
+def test_a_second_interrupt_changes_nothing(place: str, tmp_path: Path) -> None:
+    ended = subprocess.run([sys.executable, "-c", TWICE, place], capture_output=True, text=True, check=False)
+    assert ended.stderr == "fathomlm: interrupted; nothing was left half-written\n"
+    assert (ended.returncode, ended.stdout) == (2, "cleaned up\n")
+
+
+def test_however_many_interrupts_come_one_line_is_said() -> None:
+    """Sent from outside, from the moment that the command runs until the process is gone. Those that come while it is not
+    scheduled are one to it, so a busy machine makes them fewer and never faster."""
+    script = (
+        "import sys, time\n"
+        "from fathomlm.cli import main as cli\n"
+        "def wait(options):\n"
+        "    print('running', flush=True)\n"
+        "    while True:\n        time.sleep(0.01)\n"
+        "cli.check_first = wait\n"
+        "sys.argv[1:] = ['inspect', 'smollm2-135m']\n"
+        "sys.exit(cli.main())\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"running\n"
+        while process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.001)
+        _, said = process.communicate()
+    assert said == b"fathomlm: interrupted; nothing was left half-written\n"
+    assert process.returncode == 2
+
+
+def test_interrupts_that_wait_for_an_import_are_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    signal.signal(signal.SIGINT, interrupt)
+    many = "for _ in range(50):\n    signal.raise_signal(signal.SIGINT)\n"
+    many = f"import signal, threading\n{many}alive = threading.active_count()\n"
+    before = threading.active_count()
+    (tmp_path / "many_signals.py").write_text(many, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        _import_and_wait("many_signals")
+    assert sys.modules["many_signals"].alive <= before + 1
+    time.sleep(3 * AGAIN)  # a second one would come here
+
+
+def _import_and_wait(name: str) -> None:
+    importlib.import_module(name)
+    time.sleep(5)
+
+
+def test_what_cleans_up_too_long_is_interrupted_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    signal.signal(signal.SIGINT, interrupt)
+
+    def clean() -> None:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        finally:
+            signal.raise_signal(signal.SIGINT)
+            seen.append("patient")
+            monkeypatch.setattr("fathomlm.interrupts.PATIENCE", 0.0)
+            signal.raise_signal(signal.SIGINT)
+            seen.append("not reached")
+
+    seen: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        clean()
+    assert seen == ["patient"]

@@ -8,6 +8,7 @@ are checked (`check_first`) before that imports torch and transformers. So help 
 from __future__ import annotations
 
 import argparse
+import atexit
 import difflib
 import importlib
 import inspect
@@ -15,7 +16,6 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 from fathomlm import __version__
 from fathomlm.errors import FathomError, OptionError, choices
-from fathomlm.interrupts import interrupt, on_signals
+from fathomlm.interrupts import end_without_interrupts, interrupt_within
 from fathomlm.options import add_flags, check_first, from_args
 
 
@@ -280,13 +280,27 @@ def read_command(argv: Sequence[str] | None) -> tuple[Command, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    signal.signal(signal.SIGTERM, interrupt)
+    """Run a command; returns the exit code. Without `argv` the process is for this alone and ends with it: no signal
+    interrupts that any more."""
+    answer = interrupt_within(_run)
+    signal.signal(signal.SIGTERM, answer)
     share_cores()
-    plain = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        return _exit_code(argv)
+    if argv is None:
+        atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)  # runs last
+    signal.signal(signal.SIGINT, answer)
+    code = 1
     try:
-        with on_signals(interrupt, signal.SIGINT) if plain else nullcontext():
-            command, options = read_command(argv)
-            return int(_checked(command, options)())
+        code = _exit_code(argv)
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler if argv is not None else end_without_interrupts(code))
+    return code
+
+
+def _exit_code(argv: Sequence[str] | None) -> int:
+    try:
+        return _run(argv)
     except FathomError as error:
         print(f"fathomlm: {error}", file=sys.stderr)
         return 2
@@ -297,6 +311,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader went away (`fathomlm inspect ... | head`); keep Python from complaining again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    """All that signals may interrupt."""
+    command, options = read_command(argv)
+    return int(_checked(command, options)())
 
 
 def share_cores() -> None:
