@@ -128,6 +128,9 @@ def test_what_was_asked_for_comes_first() -> None:
     assert names[:2] == ["rows vanilla 256", "rows mor3 256"]
     last = max(names.index(f"{part}") for part in ("prefill 1.7b", "one 1.7b", "long mor3 256", "bundled bundled 256"))
     assert last < names.index("rows exits 1")
+    first = engine_scale.cells(args)[0]
+    assert first.expected({}) == engine_scale.PARTS["rows"]
+    assert first.expected({"rows mor2 1": 90.0, "rows mor2 32": 8.0, "rows exits 1": 6.0, "long mor3 256": 200.0}) == 10.0
     args.parts = ["peer"]
     assert {found.part for found in engine_scale.cells(args)} == {"peer"}
 
