@@ -10,6 +10,10 @@ import pytest
 import torch
 
 from decode.exit_models import NEW, PROMPTS, build, exiting, mixing_threshold
+from engine.test_engine_seq2seq import SOURCES
+from engine.test_engine_seq2seq import model as translator
+from engine.test_engine_seq2seq import threshold as sure_enough
+from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.full import generate
 from fathomlm.engine.device_state import ENTER, IDLE
 from fathomlm.engine.engine import Engine
@@ -118,3 +122,19 @@ def test_texts_are_the_references(name: str, sizes: dict[str, int], monkeypatch:
         assert found.confidences == pytest.approx(wanted.confidences, abs=1e-5)
         if number == 0:
             engine.generate([prompt], max_new_tokens=NEW, temperature=0.9, seed=2)
+
+
+def test_a_source_is_looked_at_as_by_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A T5 decoder: relative positions, and an encoder's output beside each row."""
+    monkeypatch.setattr(lone_rows, "runs_here", lambda device: True)
+    made = translator("gated")
+    setting = Exiting(mode="parallel", exit_layers=(2,), threshold=sure_enough("gated", (2,)), max_stack=STACK)
+    on_device = copy.deepcopy(made).cuda() if GPU else made
+    engine = Engine(on_device, exiting=setting, compile=False, **SIZES, max_source=12)
+    program_of(engine)
+    for source in SOURCES:
+        (wanted,) = generate(made, [source], max_new_tokens=NEW, exiting=setting, ignore_eos=True)
+        (found,) = engine.generate([source], max_new_tokens=NEW, ignore_eos=True)
+        assert (found.tokens, found.depths) == (wanted.tokens, wanted.exit_layers)
+        assert found.confidences == pytest.approx(wanted.confidences, abs=1e-5)
+    assert 0 < engine.totals.exited < engine.totals.tokens

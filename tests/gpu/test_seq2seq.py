@@ -17,6 +17,7 @@ from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.full import generate
 from fathomlm.depth import Architecture, DepthPlan
 from fathomlm.engine.engine import Engine
+from fathomlm.engine.programs.exits import ExitProgram
 from fathomlm.engine.session import EngineSession
 from fathomlm.model.decoder import Decoder
 from fathomlm.model.encoder_memory import EncoderMemory
@@ -124,6 +125,9 @@ def test_the_engine_says_what_the_reference_says(name: str, mode: str, compiled:
             batch_size=rows * waits, max_sequences=rows, memory=10**6,
         )  # fmt: skip
         assert engine.runner.layers.fused == name.startswith("gated")
+        if mode == "parallel" and "loops" not in name:
+            assert isinstance(engine.runner.program, ExitProgram)
+            assert (engine.runner.program._lone is not None) == (rows == 1)
         work = [sources] if rows == 8 else [[source] for source in sources]
         results = [r for some in work for r in engine.generate(some, max_new_tokens=NEW, ignore_eos=True)]
         assert [r.tokens for r in results] == [w.tokens for w in wanted]

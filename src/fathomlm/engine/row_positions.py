@@ -99,7 +99,7 @@ class RowPositions:
         return cos_ND, sin_ND
 
     def _angles(self, turn: Turn, positions_N: Tensor, known: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
-        if turn == "all" and known is not None:
+        if known is not None and (turn == "all" or not self._architecture.rotary_dim):
             return known
         cos_PD, sin_PD = self._tables["all" if turn == "none" else turn]
         if turn == "none":

@@ -38,11 +38,17 @@ class Sources:
 
     table_SP: Tensor
     lengths_S: Tensor
+    nowhere: Tensor
+    """Where rows that only look leave their entries."""
 
     @classmethod
     def build(cls, slots: int, pages: int, device: torch.device) -> Sources:
         table_SP = torch.zeros(slots + 1, pages, dtype=torch.int32, device=device)
-        return cls(table_SP, torch.zeros(slots + 1, dtype=torch.int32, device=device))
+        return cls(
+            table_SP,
+            torch.zeros(slots + 1, dtype=torch.int32, device=device),
+            torch.full((1,), -1, dtype=torch.int64, device=device),
+        )
 
     def rows(self, placements: Sequence[Placement]) -> list[list[int]]:
         """What `place` takes of new sequences: how long each source is, and its pages."""
@@ -61,7 +67,7 @@ class Sources:
         if offset_N is not None:
             table_NP = table_NP + offset_N[:, None].to(table_NP.dtype)
         lengths_N = torch.where(attention.lengths_N > 0, self.lengths_S[attention.slots_N], 0)
-        return AttentionMetadata(torch.full_like(attention.slot_mapping_N, -1), table_NP, lengths_N, planes=planes)
+        return AttentionMetadata(self.nowhere.expand(len(table_NP)), table_NP, lengths_N, planes=planes)
 
 
 class SourceReader:

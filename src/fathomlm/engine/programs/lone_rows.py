@@ -68,7 +68,7 @@ class LoneRows:
         """None where there are several slots or exits, what enters the layers is not just an embedding, or the device has no
         Triton."""
         a, embed = parts.layers.architecture, parts.layers.decoder.embed
-        plain = type(embed) is nn.Embedding and a.embedding_scale == 1.0 and a.positions == "rotary"
+        plain = type(embed) is nn.Embedding and a.embedding_scale == 1.0 and a.positions in ("rotary", "relative")
         one = parts.state.slots == 1 and len(state.ring_BSKM) == 1
         return cls(parts, state) if plain and one and runs_here(parts.state.device) else None
 
