@@ -17,7 +17,7 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 import fathomlm
-from fathomlm.checkpoints import resolve
+from fathomlm.checkpoints import activations, resolve
 from fathomlm.cli.main import main
 from fathomlm.train.reading import find_recipe
 from lab.analyze.tiny import model_of, saved, text_file
@@ -269,6 +269,26 @@ def test_a_greedy_search_names_its_order(readable, tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["layers"] == 6
     assert main(["convert", base, str(tmp_path / "other"), *words[:2], *words[4:], "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["dropped_in_order"] is None
+
+
+@pytest.mark.parametrize("verb", ["convert", "export"])
+def test_calibration_runs_on_the_device_that_is_named(verb, readable, tmp_path, monkeypatch):
+    """A number behind cpu, which is allowed, stands for a GPU here."""
+    base, text = readable
+    devices = []
+    measure = activations.measure_activations
+    monkeypatch.setattr(
+        activations, "measure_activations", lambda *a, device, **k: devices.append(device) or measure(*a, device=device, **k)
+    )
+    words = ["--drop", "2", "--by", "greedy", "--calibrate", text, "--calibrate-tokens", "512"]
+    for name, device in (("a", ()), ("b", ("--device", "cpu:0"))):
+        assert main([verb, base, str(tmp_path / name), *words, *device]) == 0
+    assert devices == ["cpu", "cpu:0"]
+
+
+def test_export_measures_on_a_device_only_what_is_calibrated(readable, tmp_path, capsys):
+    assert main(["export", readable[0], str(tmp_path / "m"), "--device", "cpu"]) == 2
+    assert "--device requires --calibrate" in capsys.readouterr().err
 
 
 def test_repeated_layers_are_named_in_the_card(readable, tmp_path, capsys):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from fathomlm.cli.common import (
     SOURCE,
     ColumnOptions,
+    DeviceOptions,
     DtypeOptions,
     ExitPackOptions,
     ForceOptions,
@@ -35,6 +36,16 @@ if TYPE_CHECKING:
 EXITS_ONLY = ("exits", "exit_vocab", "exit_vocab_from", "column")
 """Options of --format exits."""
 SHARD = 4 * 10**9
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportDropOptions(MeasuredDropOptions):
+    """What is left out of a model on its way."""
+
+    device: str | None = like(
+        DeviceOptions, "device", None, default_text="cpu", requires=("calibrate",),
+        help="device of what --calibrate measures: cpu, cuda or cuda:N",
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +86,7 @@ class Export(DtypeOptions, ForceOptions, JsonOptions):
     max_shard_size: int | None = option(
         None, size=1000, help="split weights into files of at most this size, such as 12MB", default_text="4GB"
     )
-    dropping: MeasuredDropOptions = section(MeasuredDropOptions, "dropped layers", skip=("column",))
+    dropping: ExportDropOptions = section(ExportDropOptions, "dropped layers", skip=("column",))
     pack: ExitExportOptions = section(ExitExportOptions, "--format exits")
 
     def run(self) -> int:
@@ -121,7 +132,7 @@ def _load(options: Export) -> FathomModel:
     if dropping.calibrate is not None and source.plan.plain:
         sizes = {name: getattr(dropping, name) for name in ("drop", "neurons", "repeat")}
         check_conversion(source.architecture, calibrated=True, **sizes)
-    measured = dropping.measured(source, moments=dropping.neurons is not None)
+    measured = dropping.measured(source, moments=dropping.neurons is not None, device=dropping.device or "cpu")
     fields: dict[str, Any] = {name: getattr(dropping, name) for name in ("drop", "by", "neurons", "repeat")}
     return convert(source, **fields, activations=measured, dtype=options.dtype)
 
