@@ -418,6 +418,9 @@ def _reader(field: _Field) -> Callable[[str], Any]:
     described = field.option
 
     def one(text: str) -> Any:
+        path = described.positional or described.first is not None or field.kind is Path
+        if path and not text:  # an unset variable; as a path it would be `.`
+            raise OptionError(f"{field.flag} must not be empty")
         if described.parse is not None:
             return described.parse(text, field.flag)
         if described.size is not None:

@@ -106,6 +106,56 @@ def test_a_model_is_not_written_over_the_one_that_it_is_made_of(plain, tmp_path,
     assert {path.name: path.read_bytes() for path in model.iterdir()} == before
 
 
+@pytest.mark.parametrize("config", ['{"port": 80}', "[1, 2]", "// no JSON", '{"model_type": null}'])
+def test_force_knows_other_programs_by_their_configuration(plain, tmp_path, capsys, config):
+    project = tmp_path / "project"
+    project.mkdir()
+    (project / "config.json").write_text(config)
+    (project / "thesis.txt").write_text("years of work")
+    assert main(["convert", str(plain), str(project), "--force"]) == 2
+    assert "does not look like a model directory (no model_type in config.json)" in capsys.readouterr().err
+    assert listing(project) == ["config.json", "thesis.txt"]
+
+
+def test_force_does_not_replace_where_somebody_is(plain, tmp_path, capsys, monkeypatch):
+    model = shutil.copytree(plain, tmp_path / "model")
+    inner = model / "notes"
+    inner.mkdir()
+    for place, out, says in ((model, ".", "."), (inner, "..", ".. contains"), (model, str(model), "is the current")):
+        monkeypatch.chdir(place)
+        assert main(["convert", str(plain), out, "--force"]) == 2
+        said = capsys.readouterr().err
+        assert says in said
+        assert "the current directory, which is never replaced; choose another name" in said
+    assert sorted([*listing(plain), "notes"]) == listing(model)
+
+
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        (["convert", "MODEL", "", "--force"], "OUT"),
+        (["convert", "", "out"], "MODEL"),
+        (["convert", "MODEL", "out", "--drop", "2", "--calibrate", ""], "--calibrate"),
+        (["generate", "MODEL", "--prompt-file", ""], "--prompt-file"),
+        (["eval", "ppl", "MODEL", "--data", ""], "--data"),
+        (["train", ""], "RECIPE"),
+    ],
+)
+def test_an_unset_variable_is_not_the_current_directory(plain, tmp_path, capsys, monkeypatch, words, names):
+    monkeypatch.chdir(tmp_path)
+    assert main([str(plain) if word == "MODEL" else word for word in words]) == 2
+    assert capsys.readouterr().err == f"fathomlm: {names} must not be empty\n"
+    assert listing(tmp_path) == []
+
+
+def test_a_current_directory_that_is_gone_is_one_line(plain, tmp_path, capsys, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert main(["convert", str(plain), "out"]) == 2
+    assert capsys.readouterr().err == "fathomlm: the current directory no longer exists; change to another one\n"
+
+
 def test_force_never_deletes_what_is_no_model(plain, tmp_path, capsys):
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter.tex").write_text("years of work")

@@ -94,7 +94,7 @@ def _record_checksum(record: dict[str, Any]) -> str:
 
 def check_target(out: Path, force: bool, *, what: str = "model directory", sign: str = "config.json") -> None:
     """Refuse a target that exists or cannot be made, before any work is done. `force` replaces a directory of the same kind,
-    never anything else; it is known by a file, its `sign`."""
+    never anything else; it is known by a file, its `sign`. Nor does it replace one that somebody is in."""
     if not os.path.lexists(out):
         place = next(parent for parent in out.absolute().parents if os.path.lexists(parent))
         if not place.is_dir():
@@ -106,8 +106,23 @@ def check_target(out: Path, force: bool, *, what: str = "model directory", sign:
         raise OutputError(f"{out} exists; choose another name, or --force to replace it")
     if not out.is_dir() or out.is_symlink():
         raise OutputError(f"{out} is not a directory; --force replaces only a {what}")
-    if any(out.iterdir()) and not (out / sign).is_file():
-        raise OutputError(f"{out} does not look like a {what} (no {sign}); --force will not delete it")
+    if any(out.iterdir()):
+        if not (out / sign).is_file():
+            raise OutputError(f"{out} does not look like a {what} (no {sign}); --force will not delete it")
+        if sign == "config.json" and not _names_model(out / sign):
+            raise OutputError(f"{out} does not look like a {what} (no model_type in {sign}); --force will not delete it")
+    if Path.cwd().is_relative_to(out.resolve()):
+        which = "is" if Path.cwd() == out.resolve() else "contains"
+        raise OutputError(f"{out} {which} the current directory, which is never replaced; choose another name")
+
+
+def _names_model(path: Path) -> bool:
+    """Whether a configuration is a model's. Other programs have a config.json too, beside files that must not be deleted."""
+    try:
+        record = json.loads(path.read_bytes())
+    except ValueError:
+        return False
+    return isinstance(record, dict) and isinstance(record.get("model_type"), str)
 
 
 def check_apart(source: str, out: Path) -> None:

@@ -230,6 +230,10 @@ def _find(place: str) -> Any:
 def _checked(command: Command, options: Any) -> Any:
     """What runs a command, once its options are checked; both may import packages that are not installed."""
     try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        raise OptionError("the current directory no longer exists; change to another one") from error
+    try:
         check_first(options)
         return partial(_find(command.run), options) if command.run else options.run
     except ModuleNotFoundError as error:
