@@ -419,7 +419,7 @@ def _reader(field: _Field) -> Callable[[str], Any]:
 
     def one(text: str) -> Any:
         path = described.positional or described.first is not None or field.kind is Path
-        if path and not text:  # an unset variable; as a path it would be `.`
+        if path and not text and field.default != "":  # an unset variable; as a path it would be `.`
             raise OptionError(f"{field.flag} must not be empty")
         if described.parse is not None:
             return described.parse(text, field.flag)
