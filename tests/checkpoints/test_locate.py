@@ -1,0 +1,56 @@
+"""Names and paths that lead nowhere: what is said, and what was probably meant."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fathomlm.checkpoints import locate as locating
+from fathomlm.checkpoints.locate import check_source, locate
+from fathomlm.errors import ModelNotFound
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some models in the current directory, and a hub that has none."""
+    for directory in ("looped", "runs/tiny/last"):
+        (tmp_path / directory).mkdir(parents=True)
+        (tmp_path / directory / "config.json").write_text("{}")
+    (tmp_path / "small.gguf").write_text("GGUF")
+    monkeypatch.chdir(tmp_path)
+
+    def nothing(repo_id: str, **_: object) -> Path:
+        raise ModelNotFound(f"the hub has no model {repo_id}")
+
+    monkeypatch.setattr(locating, "hub_config", nothing)
+    monkeypatch.setattr(locating, "hub_snapshot", nothing)
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("loopd", "unknown model 'loopd' (did you mean 'looped'?)"),
+        ("./loopd", "./loopd does not exist (did you mean 'looped'?)"),
+        ("smal.gguf", "smal.gguf does not exist (did you mean 'small.gguf'?)"),
+        ("run/tiny/last", "run/tiny/last does not exist (did you mean 'runs/tiny/last'?)"),
+        ("runs/tin/last", "runs/tin/last does not exist (did you mean 'runs/tiny/last'?)"),
+        ("runs/tin", "the hub has no model runs/tin; nor is there a directory runs/tin (did you mean 'runs/tiny'?)"),
+        ("owner/name", "the hub has no model owner/name; nor is there a directory owner/name"),
+        ("nowhere/at/all", "nowhere/at/all does not exist"),
+        ("https://huggingface.co/owner/name", "is a page of the hub; its model is owner/name"),
+        ("hf.co/owner/name/tree/main", "is a page of the hub; its model is owner/name"),
+    ],
+)
+def test_a_source_that_is_not_there(source: str, says: str) -> None:
+    for find in (check_source, locate):
+        with pytest.raises(ModelNotFound) as found:
+            find(source)
+        assert says in str(found.value)
+        assert ("did you mean" in str(found.value)) == ("did you mean" in says)
+
+
+def test_a_preset_is_no_path() -> None:
+    with pytest.raises(ModelNotFound) as found:
+        check_source("gemma-2b")
+    assert "directory" not in str(found.value)
