@@ -10,7 +10,7 @@ from typing import Literal
 
 import pytest
 
-from fathomlm.errors import OptionError
+from fathomlm.errors import OptionError, choices
 from fathomlm.options import add_flags, bounds, check, from_args, option, section
 from fathomlm.sizes import parse_amount
 
@@ -176,3 +176,14 @@ def test_a_flag_names_the_one_it_requires(words: tuple[str, ...], message: str |
 
 def test_bounds_for_others() -> None:
     assert bounds(Inner, "rate") == {"ge": 0, "le": 1}
+
+
+def test_a_long_list_of_names_is_not_printed() -> None:
+    """lm-evaluation-harness knows some fourteen thousand tasks."""
+    names = [f"task_{number:05}" for number in range(14_000)]
+    said = choices("task", "nothing like it", names)
+    assert said == (
+        "unknown task 'nothing like it'; 14,000 are known, such as task_00000, task_03500, task_07000, task_10500"
+    )
+    assert "did you mean 'task_00012'" in choices("task", "tsk_00012", names)
+    assert choices("kind", "q", ["a", "b"]) == "unknown kind 'q'; known: a, b"

@@ -76,6 +76,8 @@ def choices(what: str, got: str, known: Iterable[str]) -> str:
     hint = nearest(got, names)
     if hint and len(names) > 12:
         return f"unknown {what} '{got}'{hint}"
+    if len(names) > 100:
+        return f"unknown {what} '{got}'; {len(names):,} are known, such as {', '.join(names[:: len(names) // 4][:4])}"
     return f"unknown {what} '{got}'{hint}; known: {', '.join(names)}"
 
 

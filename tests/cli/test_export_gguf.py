@@ -30,6 +30,17 @@ def test_the_command(
     assert main(["generate", str(out), "-p", "the depth", "--max-new-tokens", "2"]) == 0
 
 
+def test_force_replaces_gguf_files_only(tiny_model_dir: Path, tmp_path: Path, mistake_of: Callable[..., str]) -> None:
+    notes = tmp_path / "notes.txt"
+    notes.write_text("years of work")
+    words = ("export", str(tiny_model_dir), str(notes), "--format", "gguf", "--force")
+    assert "notes.txt is not a GGUF file; --force will not delete it" in mistake_of(*words)
+    assert notes.read_text() == "years of work"
+    notes.write_bytes(b"")
+    assert main(list(words)) == 0, "an empty file has nothing to lose"
+    assert main(list(words)) == 0
+
+
 def test_rows_that_fill_no_block_are_named(tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """48 neurons are no multiple of 32, so what reads them stays in 16 bits; llama.cpp has no other way."""
     for kind, in_16_bits in (("q4_0", ["ffn_down.weight"]), ("f16", [])):

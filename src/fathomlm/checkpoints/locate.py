@@ -76,6 +76,14 @@ def check_gguf(path: Path) -> None:
         raise CheckpointError(f"{path}: {why}")
 
 
+def is_gguf(path: Path) -> bool:
+    """Whether a file is one, or has nothing in it yet."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(4) in (b"GGUF", b"")
+
+
 def check_exits(path: Path) -> None:
     path = path.expanduser()
     if not (path / EXITS_RECORD).is_file():

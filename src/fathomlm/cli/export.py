@@ -143,10 +143,14 @@ def _check_quantize(kind: str | None, format: str) -> None:
 
 
 def _gguf(options: Export) -> int:
+    from fathomlm.checkpoints.locate import is_gguf
+
     if options.max_shard_size is not None:
         raise OptionError("--max-shard-size cannot be combined with --format gguf, which is one file")
     if options.out.is_dir() or (options.out.exists() and not options.force):
         raise OptionError(f"{options.out} exists; choose another name" + ("" if options.out.is_dir() else ", or --force"))
+    if options.out.exists() and not is_gguf(options.out):
+        raise OptionError(f"{options.out} is not a GGUF file; --force will not delete it")
 
     from fathomlm.checkpoints.export import describe_exits
     from fathomlm.checkpoints.gguf.writer import export_gguf
