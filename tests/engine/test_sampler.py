@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from typing import Any
 
 import pytest
@@ -285,6 +286,29 @@ def test_a_slot_that_was_cleared_is_as_new() -> None:
         state.clear([slot])
     logits_NV = logits_of(SLOTS)
     assert torch.equal(sample(logits_NV, ALL, ALL, state).tokens_N, logits_NV.argmax(-1))
+
+
+def test_slots_change_hands_and_the_device_is_told_what_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Settings are those of whoever is there, whoever was there before; requests that are alike are not told again."""
+    draw, state, there = random.Random(0), SamplerState(SLOTS, VOCAB, CPU, TOP, penalties=True), dict[int, Request]()
+    for _ in range(200):
+        slots = draw.sample(range(SLOTS), draw.randint(1, 5))
+        if draw.random() < 0.3:
+            state.clear(slots)
+            there = {slot: request for slot, request in there.items() if slot not in slots}
+        else:
+            placed = {slot: draw.choice(MIXED) for slot in slots}
+            state.place_all([(slot, request, PROMPT, (), None) for slot, request in placed.items()])
+            there |= placed
+    new = SamplerState(SLOTS, VOCAB, CPU, TOP, penalties=True)
+    for slot, request in there.items():
+        new.place(slot, request)
+    assert torch.equal(state._floats_SF, new._floats_SF)
+    assert torch.equal(state._ints_SW, new._ints_SW)
+    state.clear(range(SLOTS))
+    monkeypatch.setattr(state, "_upload", None)  # nothing is told from here on
+    state.place(0, asked(1, seed=5))
+    state.clear([0])
 
 
 # Bad rows and log probabilities.

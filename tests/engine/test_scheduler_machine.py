@@ -211,6 +211,13 @@ class Engine(RuleBasedStateMachine):
         assert len(self.scheduler.waiting) <= self.setup.max_queue + self.setup.max_sequences
         assert {s.id for s in self.scheduler.waiting} | {s.id for s in self.scheduler.placed} == set(self.live)
 
+    @invariant()
+    def who_runs_is_counted(self) -> None:
+        states = Counter(sequence.state for sequence in self.scheduler.placed)
+        counters = self.scheduler.counters()
+        assert self.scheduler.running == counters.running == states["running"]
+        assert counters.prefilling == states["prefilling"]
+
     def teardown(self) -> None:
         """Without new arrivals everything ends: the oldest gets on with each report, and each becomes the oldest."""
         if not self.sound:

@@ -161,6 +161,7 @@ class TokenBytes(dict[int, bytes]):
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self._list: list[bytes | None] = []
 
     def __missing__(self, token: int) -> bytes:
         piece = "" if token in self._special else self._tokenizer.convert_ids_to_tokens(token) or ""
@@ -169,7 +170,15 @@ class TokenBytes(dict[int, bytes]):
         return self[token]
 
     def of(self, tokens: Sequence[int]) -> bytes:
-        return b"".join(map(self.__getitem__, tokens))
+        """By a list, which is twice as quick as asking for each; tokens that are not in it yet are added."""
+        known = self._list
+        try:
+            return b"".join([known[token] for token in tokens])  # type: ignore[misc]  # None is a TypeError here
+        except (IndexError, TypeError):
+            known += [None] * (max(tokens) + 1 - len(known))
+            for token in tokens:
+                known[token] = self[token]
+            return b"".join(map(self.__getitem__, tokens))
 
 
 class TokenTable(dict[int, str | None]):

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,6 +50,13 @@ class Sampled:
     top_logprobs_NK: Tensor
 
 
+class SlotSettings(NamedTuple):
+    """What the device is told of a slot, in `Settings`' order."""
+
+    floats: tuple[float, ...]
+    ints: tuple[int, int]
+
+
 class SamplerState:
     """The settings of the requests in their slots, and what each has said where a penalty asks for it.
 
@@ -65,6 +72,8 @@ class SamplerState:
         self.max_logprobs = min(max_logprobs, vocab)
         self.penalties = penalties
         self._device = device
+        self._neutral = SlotSettings(NEUTRAL, (vocab, 0))
+        self._written = [self._neutral] * (slots + 1)
         self._floats_SF = torch.tensor([NEUTRAL] * (slots + 1), device=device)
         self._ints_SW = torch.tensor([(vocab, 0)] * (slots + 1), device=device)
         kept = slots + 1 if penalties else 0
@@ -105,34 +114,45 @@ class SamplerState:
         self.place_all([(slot, request, request.prompt, generated, allowed)])
 
     def place_all(self, placed: Sequence[tuple[int, Request, Sequence[int], Sequence[int], bytes | None]]) -> None:
-        """The same for several slots, in two uploads; each with what its decoder reads as a prompt."""
-        floats, ints = [], []
+        """The same for several slots, each with what its decoder reads as a prompt."""
+        settings: dict[int, SlotSettings] = {}
         for slot, request, prompt, generated, allowed in placed:
             assert 0 <= slot < self.scratch, f"slot {slot} of {self.scratch}"
             self.check(request)
             self._forget(slot)
-            sampling = request.sampling
-            tail = 1 - sampling.top_p if sampling.top_p < 1 else -1.0
-            chosen = (min(sampling.temperature, HOTTEST), tail, sampling.min_p)
-            floats.append((*chosen, sampling.repetition_penalty, request.presence_penalty, request.frequency_penalty))
-            ints.append((min(sampling.top_k, self.vocab) or self.vocab, request.seed))
+            settings[slot] = self._settings_of(request)
             if request.penalised:
                 self._recall(slot, prompt, generated)
             if request.biased:
                 self.set_bias(slot, request, allowed)
             self._held[slot] = request
             self._needs.update(_needs(request))
-        slots_K = self._upload([slot for slot, *_ in placed], torch.int64)
-        self._floats_SF.index_copy_(0, slots_K, self._upload(floats, torch.float32))
-        self._ints_SW.index_copy_(0, slots_K, self._upload(ints, torch.int64))
+        self._write(settings)
 
     def clear(self, slots: Sequence[int]) -> None:
         """The slots hold nothing any more. What they last said stays until a request with penalties takes the slot."""
-        gone = [slot for slot in slots if self._forget(slot)]
-        if gone:
-            slots_K = self._upload(gone, torch.int64)
-            self._floats_SF.index_copy_(0, slots_K, self._upload([NEUTRAL] * len(gone), torch.float32))
-            self._ints_SW.index_copy_(0, slots_K, self._upload([(self.vocab, 0)] * len(gone), torch.int64))
+        self._write({slot: self._neutral for slot in slots if self._forget(slot)})
+
+    def _settings_of(self, request: Request) -> SlotSettings:
+        """Whoever takes the likeliest token draws nothing, whatever the seed: most slots are alike then."""
+        sampling = request.sampling
+        penalties = sampling.repetition_penalty, request.presence_penalty, request.frequency_penalty
+        if sampling.greedy:
+            return SlotSettings((*NEUTRAL[:3], *penalties), self._neutral.ints)
+        tail = 1 - sampling.top_p if sampling.top_p < 1 else -1.0
+        floats = (min(sampling.temperature, HOTTEST), tail, sampling.min_p, *penalties)
+        return SlotSettings(floats, (min(sampling.top_k, self.vocab) or self.vocab, request.seed))
+
+    def _write(self, settings: Mapping[int, SlotSettings]) -> None:
+        """Tell the device of slots whose settings are not those that it has: each upload takes the host as long as many
+        tokens."""
+        changed = {slot: one for slot, one in settings.items() if one != self._written[slot]}
+        if changed:
+            for slot, one in changed.items():
+                self._written[slot] = one
+            slots_K = self._upload(list(changed), torch.int64)
+            self._floats_SF.index_copy_(0, slots_K, self._upload([one.floats for one in changed.values()], torch.float32))
+            self._ints_SW.index_copy_(0, slots_K, self._upload([one.ints for one in changed.values()], torch.int64))
 
     def _forget(self, slot: int) -> bool:
         """Whether a request was there."""

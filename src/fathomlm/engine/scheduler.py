@@ -71,6 +71,7 @@ class Scheduler:
         self._queue: OrderedDict[int, Sequence] = OrderedDict()
         self._placed: dict[int, Sequence] = {}  # in the order of their placement
         self._wanting: dict[int, Sequence] = {}  # of those placed: who is prefilled, or has pages for too few tokens
+        self._running = 0  # of those placed: how many are prefilled
         self._catch_up = catch_up
         self._free_slots = list(range(max_sequences - 1, -1, -1))
         self._stops: list[int] = []
@@ -106,7 +107,7 @@ class Scheduler:
     @property
     def running(self) -> int:
         """How many sequences on the device are prefilled."""
-        return sum(sequence.state == "running" for sequence in self._placed.values())
+        return self._running
 
     @property
     def occupied(self) -> int:
@@ -124,11 +125,10 @@ class Scheduler:
         return bool(self._queue or self._placed or self._stops)
 
     def counters(self) -> Counters:
-        prefilling = sum(sequence.state == "prefilling" for sequence in self._placed.values())
         return Counters(
             queued=len(self._queue),
-            prefilling=prefilling,
-            running=len(self._placed) - prefilling,
+            prefilling=len(self._placed) - self._running,
+            running=self._running,
             pages_used=tuple(pool.used for pool in self.page_manager.pools),
             pages_cached=tuple(pool.spare for pool in self.page_manager.pools),
             preemptions=self._preemptions,
@@ -194,6 +194,7 @@ class Scheduler:
         sequence.confirmed = upto
         if upto == sequence.goal:
             sequence.state = "running"
+            self._running += 1
         self.page_manager.remember_chunk(sequence)
         self._head_may_fit = True
         return True
@@ -309,8 +310,9 @@ class Scheduler:
         sequence.reused = min(sequence.reused, found) if sequence.epoch else found
         self._new_epoch(sequence)
         sequence.slot = self._free_slots.pop()
-        sequence.state = "prefilling" if sequence.unissued else "running"
         ready = not sequence.unissued
+        sequence.state = "running" if ready else "prefilling"
+        self._running += ready
         out.placements.append(Placement(sequence.slot, sequence.epoch, sequence, tuple(sequence.entries), ready))
 
     def _preempt(self, victim: Sequence) -> None:
@@ -334,6 +336,7 @@ class Scheduler:
     def _release(self, sequence: Sequence, remember: bool = True) -> None:
         """Give back slot and pages. The device is told with the next output, before another sequence uses them."""
         assert sequence.slot is not None
+        self._running -= sequence.state == "running"
         if remember:
             self.page_manager.remember_run(sequence)
         self.page_manager.give_back(sequence)

@@ -49,8 +49,13 @@ from fathomlm.engine.programs.exit_decisions import ALL, ExitDecisions, Rows
 from fathomlm.engine.programs.lone_rows import LoneRows, SlotExits
 from fathomlm.engine.programs.whole import count_entries, prefill_steps
 from fathomlm.engine.schedule import Placement
+from fathomlm.kernels.few_rows import taking_few
+from fathomlm.kernels.triton_here import EARLY_DRAFTS, FEW_DRAFTS, launching_early
 
 Copies = Literal["state", "entries"]
+EARLY_DEEP = False
+"""Whether the deep passes of one sequence, which have some rows, are launched as passes that draft are: each kernel on its way
+before the one in front of it has ended, and products made for few rows. Not measured yet: off."""
 
 
 class ExitProgram:
@@ -198,12 +203,13 @@ class ExitProgram:
 
     def _lone_pass(self, lone: LoneRows, kind: int, many: int, output: StepOutput) -> None:
         """A pass of one sequence, in fewer kernels; what it tells says what comes next."""
-        layers, rows = self.parts.layers, lone.begin(kind, many)
-        seen, positions_N, alone = rows.attention, rows.positions_N, kind == 0
-        x_NM = layers.run(rows.x_NM, self.segments[kind], seen, positions_N, spend=True, alone=alone)
-        own = self.own[kind] if kind < self.last else ()
-        read_NM = layers.run(x_NM, own, seen, positions_N, alone=alone) if own else x_NM
-        lone.settle(kind, rows, x_NM, self._scores(read_NM, rows.slots_N, kind), output)
+        with launching_early(EARLY_DRAFTS if EARLY_DEEP else 0), taking_few(EARLY_DEEP and FEW_DRAFTS):
+            layers, rows = self.parts.layers, lone.begin(kind, many)
+            seen, positions_N, alone = rows.attention, rows.positions_N, kind == 0
+            x_NM = layers.run(rows.x_NM, self.segments[kind], seen, positions_N, spend=True, alone=alone)
+            own = self.own[kind] if kind < self.last else ()
+            read_NM = layers.run(x_NM, own, seen, positions_N, alone=alone) if own else x_NM
+            lone.settle(kind, rows, x_NM, self._scores(read_NM, rows.slots_N, kind), output)
 
     def _pass(self, name: str, variant: SamplingVariant, output: StepOutput) -> None:
         layers, s, kind = self.parts.layers, self.parts.state, self.numbers[name]
