@@ -82,6 +82,25 @@ def test_without_runs_the_page_says_so(tmp_path: Path) -> None:
     assert "No runs yet: 12 are planned." in text
 
 
+def test_a_report_replaces_reports_only_and_none_by_nothing(
+    values: Values, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump(values()))
+    out = tmp_path / "results.md"
+    words = ["study", "report", str(tmp_path / "small.yaml"), "--ledger", str(tmp_path / "ledger"), "--out", str(out)]
+    out.write_text("# Results\n\nof years of work\n")
+    assert main(words) == 2
+    assert "results.md exists and is no page of `fathomlm study report`" in capsys.readouterr().err
+    assert out.read_text() == "# Results\n\nof years of work\n"
+    out.unlink()
+    assert main(words) == 0
+    first = out.read_text()
+    assert "No runs are finished yet." in first
+    assert main(words) == 2
+    assert "the ledger has no finished runs to replace it with; is --ledger right?" in capsys.readouterr().err
+    assert out.read_text() == first
+
+
 def test_the_page_in_docs_is_the_ledgers() -> None:
     studies = [study for study in map(read_study, shipped_studies()) if not study.example]
     ledger = Ledger(ROOT / "benchmarks/results/study")

@@ -12,7 +12,7 @@ from typing import Any
 
 from fathomlm.checkpoints.writing import whole_file
 from fathomlm.cli.display import Rows
-from fathomlm.errors import writing
+from fathomlm.errors import OutputError, writing
 from fathomlm.lab.analyze.scaling import architecture_name
 from fathomlm.lab.common import markdown, optional
 from fathomlm.lab.drawing import DASHES, LINES, MARKERS, check_matplotlib, new_figure, plain_axes, save_figure
@@ -23,10 +23,9 @@ from fathomlm.lab.study.spec import Claim, Study
 from fathomlm.lab.study.training import counted
 from fathomlm.train.schedule import row_length
 
-HEAD = """\
-# Results
-
-Made by `fathomlm study report` from the ledger; do not edit it by hand. How to run the studies: [study.md](study.md).
+MADE = "# Results\n\nMade by `fathomlm study report`"
+HEAD = f"""\
+{MADE} from the ledger; do not edit it by hand. How to run the studies: [study.md](study.md).
 
 Losses are on held-out documents, in nats per token; those of routed models are causal, as at inference. Runs of one seed
 share their data order and, where shapes agree, their initialisation, so differences are paired by seed. Intervals are 95 %,
@@ -43,7 +42,13 @@ def results_of(studies: Sequence[Study], ledger: Ledger) -> list[Results]:
 
 
 def write_report(results: Sequence[Results], out: Path) -> list[Path]:
-    """The page, and a picture beside it for each study with finished runs; returns what was written."""
+    """The page, and a picture beside it for each study with finished runs; returns what was written. A page of somebody
+    else's is not replaced, nor is a report by an empty one, as from a directory that has no ledger."""
+    if out.exists():
+        if not out.is_file() or not out.read_bytes().startswith(MADE.encode()):
+            raise OutputError(f"{out} exists and is no page of `fathomlm study report`; choose another one with --out")
+        if not any(each.records for each in results):
+            raise OutputError(f"{out} exists, and the ledger has no finished runs to replace it with; is --ledger right?")
     with writing(out.parent):
         out.parent.mkdir(parents=True, exist_ok=True)
     written = [out]
