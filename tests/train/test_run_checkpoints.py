@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import shutil
 import signal
@@ -86,12 +87,20 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(name, number, recipe, t
     assert same_end(whole, parted)
 
 
-def test_a_second_interrupt_breaks_off_at_once(recipe, tmp_path):
-    class Impatient(StopAt):
-        def step(self, step, total, live):
-            super().step(step, total, live)
-            super().step(step, total, live)
+class Impatient(StopAt):
+    def step(self, step, total, live):
+        super().step(step, total, live)
+        super().step(step, total, live)
 
+
+def test_interrupts_that_come_together_are_one(recipe, tmp_path, monkeypatch):
+    monkeypatch.setattr("fathomlm.train.loop.TOGETHER", math.inf)
+    assert not train(recipe(), watcher=Impatient(3, signal.SIGINT)).finished
+    assert (tmp_path / "run/last").resolve().name in ("step-00000003", "step-00000004")
+
+
+def test_a_second_interrupt_breaks_off_at_once(recipe, tmp_path, monkeypatch):
+    monkeypatch.setattr("fathomlm.train.loop.TOGETHER", -1.0)
     changes = {"checkpoint": {"every": 2}}
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):

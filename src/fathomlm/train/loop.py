@@ -251,15 +251,24 @@ class SpeedMeter:
         }
 
 
+TOGETHER = 1.0
+"""Seconds within which Ctrl-C pressed twice is Ctrl-C pressed once."""
+
+
 @contextmanager
 def stop_requested() -> Iterator[threading.Event]:
-    """An event that Ctrl-C and SIGTERM set, for the loop to finish its step and save. A second Ctrl-C breaks off at once;
-    a second SIGTERM does not, since a scheduler and torchrun may each send one."""
+    """An event that Ctrl-C and SIGTERM set, for the loop to finish its step and save. A second Ctrl-C breaks off at once,
+    unless it came together with the first one: that may not cost what was trained since the last checkpoint. A second
+    SIGTERM does not, since a scheduler and torchrun may each send one."""
     stop_event = threading.Event()
+    first = math.inf
 
     def ask(number: int, frame: FrameType | None) -> None:
-        if stop_event.is_set() and number == signal.SIGINT:
+        nonlocal first
+        now = time.monotonic()
+        if stop_event.is_set() and number == signal.SIGINT and now - first > TOGETHER:
             raise KeyboardInterrupt
+        first = min(first, now)
         stop_event.set()
 
     with on_signals(ask):
