@@ -28,6 +28,8 @@ import dataclasses
 import gzip
 import json
 import lzma
+import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -455,9 +457,11 @@ def speed_variant(args: argparse.Namespace, trained: Trained, lines: Lines) -> N
     left = [
         each for each in speed_settings(variant, trained.exits) if not lines.has("speed", args.task, variant, each.label)
     ]
+    begun = time.perf_counter()
     for setting in left:
         for source in sources[:WARM_UPS]:
             text(setting, source)
+        print(f"{variant}, {setting.label}: ready after {time.perf_counter() - begun:.1f} s", file=sys.stderr, flush=True)
     wait_for(args.turn)
     for setting in left:
         for source in sources[:WARM_UPS]:
