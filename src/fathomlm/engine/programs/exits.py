@@ -54,8 +54,8 @@ from fathomlm.kernels.triton_here import EARLY_DRAFTS, FEW_DRAFTS, launching_ear
 
 Copies = Literal["state", "entries"]
 EARLY_DEEP = False
-"""Whether the deep passes of one sequence, which have some rows, are launched as passes that draft are: each kernel on its way
-before the one in front of it has ended, and products made for few rows. Not measured yet: off."""
+"""Whether the deep passes of one sequence, which have some rows, are launched as passes that draft are: each kernel on its
+way before the one in front of it has ended, and products made for few rows. Not measured yet: off."""
 
 
 class ExitProgram:
