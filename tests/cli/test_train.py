@@ -131,6 +131,22 @@ def test_a_dry_run_trains_nothing(recipe, capsys, mistake, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_corpus_that_is_not_there_is_told_before_it_is_made(recipe, corpus, capsys, tmp_path):
+    (tmp_path / "text.txt").write_text("the line is long\n" * 200)
+    words = ["--data.path", "mistyped", "--data.tokenizer", "bytes", "--data.sources", "[text.txt]"]
+    words += ["--data.max_tokens", "2000", "--model.architecture.vocab", "257"]
+    told = "mistyped does not exist; it is prepared first, from text.txt, 2000 tokens\n"
+    assert main(["train", recipe, *words, "--dry-run"]) == 0
+    assert f"data          {told}" in capsys.readouterr().out
+    assert main(["train", recipe, *words, "--dry-run", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["data_missing"] is True
+    assert not (tmp_path / "mistyped").exists()
+    assert main(["train", recipe, *words]) == 0
+    assert told in capsys.readouterr().err
+    assert main(["train", recipe, *words, "--dry-run"]) == 0
+    assert "does not exist" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

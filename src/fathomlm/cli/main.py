@@ -53,7 +53,7 @@ COMMANDS: dict[str, Command] = {
     "demo": Command(help="show tokens by depth, or a plain model beside its recursive version", options="cli.demo:Demo"),
     "get": Command(help="download a pretrained model", options="cli.get:Get"),
     "inspect": Command(help="count parameters, FLOPs and KV cache without loading weights", options="cli.inspect:Inspect"),
-    "convert": Command(help="tie a model's layers into a recursive block", options="cli.convert:Convert"),
+    "convert": Command(help="tie a model's layers into a recursive block, or drop layers", options="cli.convert:Convert"),
     "data": Command(
         help="prepare text for training",
         description="Prepare a corpus: a directory of tokens that training reads. A corpus belongs to one tokenizer.",
@@ -64,7 +64,7 @@ COMMANDS: dict[str, Command] = {
         },
     ),
     "train": Command(help="train a model from a recipe", options="cli.train:Train"),
-    "export": Command(help="write a plain Hugging Face checkpoint", options="cli.export:Export"),
+    "export": Command(help="write a plain Hugging Face checkpoint or a GGUF file", options="cli.export:Export"),
     "generate": Command(help="complete a prompt", options="cli.generate:Generate"),
     "chat": Command(help="chat with a model", options="cli.chat:Chat"),
     "serve": Command(help="serve a model with an OpenAI-compatible API", options="cli.serve:Serve"),

@@ -90,11 +90,18 @@ def _dry_run(recipe: Any, as_json: bool) -> int:
     import torch
 
     from fathomlm.train.estimate import estimate, format_estimate
+    from fathomlm.train.first import missing_data
 
     recipe, rows = _with_data(recipe)
     device_name = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     found = estimate(recipe, rows_in_epoch=rows, device_name=device_name)
-    print(json.dumps(found.to_dict()) if as_json else format_estimate(found))
+    missing = missing_data(recipe.data)
+    if as_json:
+        print(json.dumps(found.to_dict() | {"data": recipe.data.path, "data_missing": missing is not None}))
+        return 0
+    print(format_estimate(found))
+    if missing is not None:
+        print(f"data          {missing}")
     return 0
 
 
@@ -116,9 +123,12 @@ def _with_data(recipe: Any) -> tuple[Any, int | None]:
 
 
 def _train(recipe: Any, resume: bool, as_json: bool) -> int:
-    from fathomlm.cli.display import TrainingBar
+    from fathomlm.cli.display import TrainingBar, log
+    from fathomlm.train.first import missing_data
     from fathomlm.train.run import train
 
+    if (missing := missing_data(recipe.data)) is not None:
+        log(missing)
     with TrainingBar(recipe.name) as bar:
         summary = train(recipe, resume=resume, watcher=bar, on_prepare=bar.prepared)
     if not bar.watching:  # another rank speaks

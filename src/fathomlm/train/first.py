@@ -52,6 +52,17 @@ def check_corpus(data: DataRecipe, *, alone: bool = True) -> bool:
     return False
 
 
+def missing_data(data: DataRecipe) -> str | None:
+    """What happens where the corpus is not there; None where it is. A mistyped path would have the recipe's own text
+    prepared under that name, perhaps for hours."""
+    if not data.path or (Path(data.path) / FILE).exists():
+        return None
+    if not data.sources:
+        return f"{data.path} does not exist; make it with: {prepare_command(data)}"
+    size = "" if data.max_tokens is None else f", {data.max_tokens} tokens"
+    return f"{data.path} does not exist; it is prepared first, from {', '.join(data.sources)}{size}"
+
+
 def prepare_command(data: DataRecipe) -> str:
     """What a user would type to prepare a recipe's data."""
     words = ["fathomlm", "data", "prepare", *(data.sources or ["SOURCES"]), data.path]
