@@ -106,13 +106,11 @@ if triton is not None:
             tl.store(next_ptr + at, tl.max(tl.where(column == first, float("-inf"), x), 0))
 
     @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-    def _row_kernel(  # type: ignore[no-untyped-def]
-        most_ptr, sum_ptr, at_ptr, tokens_ptr, logprobs_ptr, bad_ptr, vocab, CHUNKS: tl.constexpr, WIDE: tl.constexpr,
-        EARLY: tl.constexpr,
+    def best_of_chunks(  # type: ignore[no-untyped-def]
+        most_ptr, sum_ptr, at_ptr, row, vocab, CHUNKS: tl.constexpr, WIDE: tl.constexpr
     ):  # fmt: skip
-        let_next_start(EARLY)
-        wait_for_last(EARLY)
-        row, chunk = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
+        """A row's likeliest token, its log probability, and whether there is no choice; both are 0 then."""
+        chunk = tl.arange(0, WIDE)
         at, there = row * CHUNKS + chunk, chunk < CHUNKS
         most = tl.load(most_ptr + at, mask=there, other=float("-inf"))
         best = tl.max(most, 0)
@@ -121,25 +119,30 @@ if triton is not None:
         level = tl.where(bad, 0.0, best)
         total = tl.sum(tl.load(sum_ptr + at, mask=there, other=0.0) * tl.exp(most - level), 0)
         first = tl.min(tl.where(most == best, tl.load(at_ptr + at, mask=there, other=0), vocab), 0)
-        tl.store(tokens_ptr + row, tl.where(bad, 0, first).to(tl.int64))
-        tl.store(logprobs_ptr + row, tl.where(bad, 0.0, -tl.log(total)))
+        return tl.where(bad, 0, first).to(tl.int64), tl.where(bad, 0.0, -tl.log(total)), bad
+
+    @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+    def _row_kernel(  # type: ignore[no-untyped-def]
+        most_ptr, sum_ptr, at_ptr, tokens_ptr, logprobs_ptr, bad_ptr, vocab, CHUNKS: tl.constexpr, WIDE: tl.constexpr,
+        EARLY: tl.constexpr,
+    ):  # fmt: skip
+        let_next_start(EARLY)
+        wait_for_last(EARLY)
+        row = tl.program_id(0).to(tl.int64)
+        token, logprob, bad = best_of_chunks(most_ptr, sum_ptr, at_ptr, row, vocab, CHUNKS, WIDE)
+        tl.store(tokens_ptr + row, token)
+        tl.store(logprobs_ptr + row, logprob)
         tl.store(bad_ptr + row, bad)
 
     def _triton_best_token(scores_NV: Tensor) -> Best:
         (N, V), device = scores_NV.shape, scores_NV.device
-        assert scores_NV.stride(1) == 1
-        chunks = triton.cdiv(V, CHUNK)
-        most_NC, sum_NC = (torch.empty(N, chunks, device=device) for _ in range(2))
-        at_NC = torch.empty(N, chunks, dtype=torch.int32, device=device)
         found = Best(
             torch.empty(N, dtype=torch.int64, device=device),
             torch.empty(N, device=device),
             torch.empty(N, dtype=torch.bool, device=device),
         )
-        _chunk_kernel[(N, chunks)](
-            scores_NV, scores_NV.stride(0), most_NC, sum_NC, at_NC, most_NC, V,
-            CHUNKS=chunks, CHUNK=CHUNK, NEXT=False, num_warps=4, **early_launch(N),
-        )  # fmt: skip
+        most_NC, _, sum_NC, at_NC = look_through(scores_NV, beside=False)
+        chunks = most_NC.shape[1]
         wide = triton.next_power_of_2(chunks)
         _row_kernel[(N,)](most_NC, sum_NC, at_NC, *found, V, CHUNKS=chunks, WIDE=wide, num_warps=1, **early_launch(N))
         return found
@@ -163,17 +166,18 @@ if triton is not None:
         tl.store(tokens_ptr + row, first.to(tl.int64))
         tl.store(gaps_ptr + row, (1.0 - tl.exp(second - best)) / total)
 
-    def look_through(scores_NV: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def look_through(scores_NV: Tensor, *, beside: bool = True) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Of each chunk of a row, (N, C) each: the highest score, the next highest, the sum of exponentials below the
-        highest, and where that is."""
+        highest, and where that is. Without `beside` the next highest are not looked for."""
         (N, V), device = scores_NV.shape, scores_NV.device
         assert scores_NV.stride(1) == 1
         chunks = triton.cdiv(V, CHUNK)
-        most_NC, next_NC, sum_NC = (torch.empty(N, chunks, device=device) for _ in range(3))
+        most_NC, sum_NC = (torch.empty(N, chunks, device=device) for _ in range(2))
+        next_NC = torch.empty(N, chunks, device=device) if beside else most_NC
         at_NC = torch.empty(N, chunks, dtype=torch.int32, device=device)
         _chunk_kernel[(N, chunks)](
             scores_NV, scores_NV.stride(0), most_NC, sum_NC, at_NC, next_NC, V,
-            CHUNKS=chunks, CHUNK=CHUNK, NEXT=True, num_warps=4, **early_launch(N),
+            CHUNKS=chunks, CHUNK=CHUNK, NEXT=beside, num_warps=4, **early_launch(N),
         )  # fmt: skip
         return most_NC, next_NC, sum_NC, at_NC
 

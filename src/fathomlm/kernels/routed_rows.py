@@ -21,7 +21,7 @@ if triton is not None:
     _IDLE, _ENTER, _CORE = tl.constexpr(IDLE), tl.constexpr(ENTER), tl.constexpr(CORE)
 
     @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-    def _see(  # type: ignore[no-untyped-def]
+    def see_table(  # type: ignore[no-untyped-def]
         row, slot, table, rank, position, live, writes,
         tables_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, lengths_ptr, seen_ptr, row_cos_ptr, row_sin_ptr,
         T: tl.constexpr, P: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, PAGES: tl.constexpr, WIDE: tl.constexpr,
@@ -65,7 +65,7 @@ if triton is not None:
             rank = rank * 0
         tl.store(rows_ptr + row, slot)
         tl.store(live_ptr + row, live)
-        _see(
+        see_table(
             row, slot, table, rank, position, live, writes, tables_ptr, cos_ptr, sin_ptr,
             positions_ptr, slots_ptr, lengths_ptr, seen_ptr, row_cos_ptr, row_sin_ptr, T, P, D, PAGE, PAGES, WIDE,
         )  # fmt: skip
@@ -150,7 +150,7 @@ if triton is not None:
             tl.store(stage_ptr + slot * C, tl.where(goes, tl.where(enters, _CORE, _ENTER), _IDLE).to(tl.int64))
         tl.store(tokens_ptr + row, tl.load(token_ptr + slot * C))
         tl.store(enters_ptr + row, enters)
-        _see(
+        see_table(
             row, slot, slot * 0, rank, position, enters, enters, tables_ptr, cos_ptr, sin_ptr,
             positions_ptr, slots_ptr, lengths_ptr, seen_ptr, row_cos_ptr, row_sin_ptr, T, P, D, PAGE, PAGES, WIDE,
         )  # fmt: skip

@@ -19,6 +19,7 @@ from fathomlm.depth import Step
 from fathomlm.engine.device_state import ENTER, EngineState, PrefillBatch
 from fathomlm.engine.kv_pages import AttentionMetadata, attention_for
 from fathomlm.engine.programs.base import ProgramContext, SamplingVariant, StepOutput, TokenChooser, pick
+from fathomlm.engine.programs.whole_rows import WholeRows
 from fathomlm.engine.schedule import Placement
 
 
@@ -39,20 +40,30 @@ class WholeProgram:
         self._begin, self._pick = parts.small(begin), parts.small(pick_live)
         self._angles = parts.layers.row_angles()
         self._choose = TokenChooser(parts)
+        self._depth, self._few = depth, WholeRows.of(parts)
 
     def decode_step(self, variant: SamplingVariant) -> None:
         parts, s, N = self.parts, self.parts.state, variant.rows or self.parts.batch_size
         rows_N = self._rows_N if s.slots == N else self._pick(s.numbers_SC, s.entries_ST, s.capacity_ST, N)
+        if self._few is not None and variant.greedy:
+            x_NM, positions_N, live_N, seen = self._few.begin(rows_N)
+            scores_NV = self._scores(x_NM, positions_N, seen)
+            self._few.settle(scores_NV, rows_N, live_N, self._depth, self.output.part(0, N))
+            return
         tokens_N, positions_N, live_N, *found = self._begin(
             s.numbers_SC, s.entries_ST, s.capacity_ST, s.tables_STP, rows_N, parts.page_size, self._angles
         )
-        seen = metadata_of(found, slots_N=rows_N)
-        x_NM = parts.layers.run(parts.layers.enter(tokens_N), self.steps, seen, positions_N)
-        if self.own:
-            x_NM = parts.layers.run(x_NM, self.own, seen, positions_N)
-        scores_NV = parts.layers.scores(x_NM, self._exit)
+        scores_NV = self._scores(parts.layers.enter(tokens_N), positions_N, metadata_of(found, slots_N=rows_N))
         output = self.output.part(0, N)
         self._choose(scores_NV, rows_N, live_N, self._depth_N[:N], self._confidence_N[:N], variant, output)
+
+    def _scores(self, x_NM: Tensor, positions_N: Tensor, seen: AttentionMetadata) -> Tensor:
+        """From what rows enter the layers with, which nobody needs afterwards."""
+        layers = self.parts.layers
+        x_NM = layers.run(x_NM, self.steps, seen, positions_N, spend=True)
+        if self.own:
+            x_NM = layers.run(x_NM, self.own, seen, positions_N)
+        return layers.scores(x_NM, self._exit)
 
     def prefill(self, batch: PrefillBatch) -> None:
         """Known tokens through every step that stores entries: what comes behind the last of those (loops that share the
