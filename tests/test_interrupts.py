@@ -78,6 +78,8 @@ TWICE = """
 import atexit, os, signal, sys, threading
 from fathomlm.cli import main as cli
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+
 def send(*_):
     signal.raise_signal(signal.SIGINT)
 
@@ -121,8 +123,9 @@ def test_however_many_interrupts_come_one_line_is_said() -> None:
     """Sent from outside, from the moment that the command runs until the process is gone. Those that come while it is not
     scheduled are one to it, so a busy machine makes them fewer and never faster."""
     script = (
-        "import sys, time\n"
+        "import signal, sys, time\n"
         "from fathomlm.cli import main as cli\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it\n"
         "def wait(options):\n"
         "    print('running', flush=True)\n"
         "    while True:\n        time.sleep(0.01)\n"
