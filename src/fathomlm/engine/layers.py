@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fathomlm.depth import Step
 from fathomlm.engine.fused_layers import FusedLayers
@@ -87,6 +87,11 @@ class PagedLayers:
 
     def enter(self, tokens_N: Tensor) -> Tensor:
         return self.decoder.enter(tokens_N)
+
+    @property
+    def embeds_only(self) -> bool:
+        """Whether a token enters as its row of the embedding and nothing else, which a kernel may look up."""
+        return type(self.decoder.embed) is nn.Embedding and self.architecture.embedding_scale == 1.0
 
     def scores(self, x_NM: Tensor, exit_index: int | None = None) -> Tensor:
         """Over the vocabulary, in float32 at least: after the last step, or at an exit, from what its own layer made. A row

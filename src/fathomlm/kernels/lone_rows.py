@@ -18,6 +18,7 @@ BEFORE = 5
 
 if triton is not None:
     from fathomlm.kernels.triton_here import let_next_start, wait_for_last
+    from fathomlm.kernels.whole_rows import is_over, tell_row
 
     # A kernel sees constants only as such.
     _IDLE, _ENTER = tl.constexpr(IDLE), tl.constexpr(ENTER)
@@ -130,9 +131,7 @@ if triton is not None:
             goes_deep = (chosen == 0) | (waiting + 1 > K)
             segment = goes_deep.to(tl.int64)
             size = tl.where(goes_deep, waiting, 1)
-        end = tl.arange(0, ENDS)
-        met = tl.max((tl.load(ends_ptr + end, mask=end < E, other=-1) == token).to(tl.int32), 0) > 0
-        over = (met & (tl.load(ignores_ptr) == 0)) | (made + 1 >= tl.load(limit_ptr)) | bad
+        over = is_over(token, bad, made, 0, ends_ptr, ignores_ptr, limit_ptr, E, ENDS)
         if chosen:
             goes_on = (over == 0) & (tl.load(held_ptr) == 0)
             tl.store(token_ptr, token)
@@ -153,15 +152,7 @@ if triton is not None:
                 tl.store(confidence_ptr + at, sure)
         if row == 0:
             tl.store(clock_ptr, clock + 1)
-        ints_ptr += row * COLUMNS
-        tl.store(ints_ptr, slot)
-        tl.store(ints_ptr + 1, tl.load(epoch_ptr + slot * C))
-        tl.store(ints_ptr + 2, token)
-        tl.store(ints_ptr + 3, tl.zeros((), tl.int64) + depth)
-        tl.store(ints_ptr + 4, flags)
-        tl.store(ints_ptr + 5, made)
-        tl.store(floats_ptr + row * FLOATS, logprob)
-        tl.store(floats_ptr + row * FLOATS + 1, sure)
+        tell_row(row, slot, token, depth, flags, made, logprob, sure, epoch_ptr, ints_ptr, floats_ptr, C, COLUMNS, FLOATS)
         if DEEP == 0:
             hidden = tl.arange(0, HIDDEN)
             x = tl.load(x_ptr + row * x_stride + hidden, mask=hidden < M, other=0.0)

@@ -22,6 +22,31 @@ if triton is not None:
     _IDLE, _ENTER = tl.constexpr(IDLE), tl.constexpr(ENTER)
 
     @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+    def is_over(  # type: ignore[no-untyped-def]
+        token, bad, made, at, ends_ptr, ignores_ptr, limit_ptr, E: tl.constexpr, ENDS: tl.constexpr
+    ):  # fmt: skip
+        """Whether a token is its sequence's last, which had `made` before it; `at` is where the slot's numbers are."""
+        end = tl.arange(0, ENDS)
+        met = tl.max((tl.load(ends_ptr + end, mask=end < E, other=-1) == token).to(tl.int32), 0) > 0
+        return (met & (tl.load(ignores_ptr + at) == 0)) | (made + 1 >= tl.load(limit_ptr + at)) | bad
+
+    @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+    def tell_row(  # type: ignore[no-untyped-def]
+        row, slot, token, depth, flags, made, logprob, sure, epoch_ptr, ints_ptr, floats_ptr,
+        C: tl.constexpr, COLUMNS: tl.constexpr, FLOATS: tl.constexpr,
+    ):  # fmt: skip
+        """What the host hears of a row (`StepOutput`)."""
+        ints_ptr += row * COLUMNS
+        tl.store(ints_ptr, slot)
+        tl.store(ints_ptr + 1, tl.load(epoch_ptr + slot * C))
+        tl.store(ints_ptr + 2, token)
+        tl.store(ints_ptr + 3, tl.zeros((), tl.int64) + depth)
+        tl.store(ints_ptr + 4, flags)
+        tl.store(ints_ptr + 5, made)
+        tl.store(floats_ptr + row * FLOATS, logprob)
+        tl.store(floats_ptr + row * FLOATS + 1, sure)
+
+    @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
     def enter_rows_kernel(  # type: ignore[no-untyped-def]
         rows_ptr, token_ptr, position_ptr, stage_ptr, entries_ptr, capacity_ptr, tables_ptr, embed_ptr, cos_ptr, sin_ptr,
         live_ptr, positions_ptr, slots_ptr, lengths_ptr, seen_ptr, row_cos_ptr, row_sin_ptr, x_ptr,
@@ -63,9 +88,7 @@ if triton is not None:
         slot, live = tl.load(rows_ptr + row), tl.load(live_ptr + row) != 0
         at = slot * C
         made = tl.load(generated_ptr + at)
-        end = tl.arange(0, ENDS)
-        met = tl.max((tl.load(ends_ptr + end, mask=end < E, other=-1) == token).to(tl.int32), 0) > 0
-        over = (met & (tl.load(ignores_ptr + at) == 0)) | (made + 1 >= tl.load(limit_ptr + at)) | bad
+        over = is_over(token, bad, made, at, ends_ptr, ignores_ptr, limit_ptr, E, ENDS)
         flags = tl.zeros((), tl.int64)
         if live:
             goes_on = (over == 0) & (tl.load(held_ptr + at) == 0)
@@ -75,12 +98,4 @@ if triton is not None:
             if goes_on == 0:
                 tl.store(stage_ptr + at, tl.zeros((), tl.int64) + _IDLE)
             flags += VALID + BAD * bad.to(tl.int64) + ENDED * over.to(tl.int64)
-        ints_ptr += row * COLUMNS
-        tl.store(ints_ptr, slot)
-        tl.store(ints_ptr + 1, tl.load(epoch_ptr + at))
-        tl.store(ints_ptr + 2, token)
-        tl.store(ints_ptr + 3, tl.zeros((), tl.int64) + depth)
-        tl.store(ints_ptr + 4, flags)
-        tl.store(ints_ptr + 5, made)
-        tl.store(floats_ptr + row * FLOATS, logprob)
-        tl.store(floats_ptr + row * FLOATS + 1, 0.0)
+        tell_row(row, slot, token, depth, flags, made, logprob, 0.0, epoch_ptr, ints_ptr, floats_ptr, C, COLUMNS, FLOATS)

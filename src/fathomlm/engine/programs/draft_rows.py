@@ -73,8 +73,8 @@ class DraftRows:
         """None where what enters the layers is not just an embedding, what the draft layer reads is not two norms and a
         product, or the device has no Triton."""
         layers, a = parts.layers, parts.layers.architecture
-        decoder, own = layers.decoder, layers.decoder.exit_draft
-        plain = type(decoder.embed) is nn.Embedding and a.embedding_scale == 1.0 and a.positions == "rotary"
+        own = layers.decoder.exit_draft
+        plain = layers.embeds_only and a.positions == "rotary"
         plain = plain and layers.sources is None and own is not None and type(own.mix) is nn.Linear and own.mix.bias is None
         if not plain or not lone_rows.runs_here(parts.state.device):
             return None

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fathomlm.engine.kv_pages import AttentionMetadata
 from fathomlm.engine.programs.base import (
@@ -67,8 +67,7 @@ class LoneRows:
     def of(cls, parts: ProgramContext, state: SlotExits) -> LoneRows | None:
         """None where there are several slots or exits, what enters the layers is not just an embedding, or the device has no
         Triton."""
-        a, embed = parts.layers.architecture, parts.layers.decoder.embed
-        plain = type(embed) is nn.Embedding and a.embedding_scale == 1.0 and a.positions in ("rotary", "relative")
+        plain = parts.layers.embeds_only and parts.layers.architecture.positions in ("rotary", "relative")
         one = parts.state.slots == 1 and len(state.ring_BSKM) == 1
         return cls(parts, state) if plain and one and runs_here(parts.state.device) else None
 

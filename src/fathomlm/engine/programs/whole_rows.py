@@ -9,7 +9,7 @@ Shapes: N rows, M hidden width, V vocabulary.
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fathomlm.engine.kv_pages import AttentionMetadata
 from fathomlm.engine.programs.base import BAD, CONFIDENCE, ENDED, INDEX, VALID, ProgramContext, StepOutput
@@ -29,23 +29,21 @@ class WholeRows:
     @classmethod
     def of(cls, parts: ProgramContext) -> WholeRows | None:
         """None where what enters the layers is not just an embedding, or the device has no Triton."""
-        a, embed = parts.layers.architecture, parts.layers.decoder.embed
-        plain = type(embed) is nn.Embedding and a.embedding_scale == 1.0 and a.positions in ("rotary", "relative")
+        plain = parts.layers.embeds_only and parts.layers.architecture.positions in ("rotary", "relative")
         return cls(parts) if FEW_KERNELS and plain and runs_here(parts.state.device) else None
 
     def __init__(self, parts: ProgramContext) -> None:
         self._parts, self._angles = parts, parts.layers.angle_tables()
         s, a = parts.state, parts.layers.architecture
-        self._columns = s.numbers_SC.stride(0)
-        D, P = self._angles[0].shape[1], s.tables_STP.shape[2]
+        C, D, P = s.numbers_SC.stride(0), self._angles[0].shape[1], s.tables_STP.shape[2]
         self._enters = {
-            "C": self._columns, "T": s.entries_ST.shape[1], "P": P, "PAGES": triton.next_power_of_2(P), "M": a.hidden,
+            "C": C, "T": s.entries_ST.shape[1], "P": P, "PAGES": triton.next_power_of_2(P), "M": a.hidden,
             "PAGE": parts.page_size, "HIDDEN": triton.next_power_of_2(a.hidden), "D": D, "WIDE": triton.next_power_of_2(D),
             "num_warps": WARPS,
         }  # fmt: skip
         E = len(parts.ends_E)
         self._settles = {
-            "C": self._columns, "E": E, "ENDS": triton.next_power_of_2(max(1, E)), "COLUMNS": INDEX + 1,
+            "C": C, "E": E, "ENDS": triton.next_power_of_2(max(1, E)), "COLUMNS": INDEX + 1,
             "FLOATS": CONFIDENCE + 1, "VALID": VALID, "BAD": BAD, "ENDED": ENDED, "num_warps": 1,
         }  # fmt: skip
         assert all(each.is_contiguous() for each in (s.numbers_SC, s.entries_ST, s.capacity_ST, s.tables_STP))
