@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -126,6 +128,50 @@ def test_an_exception_in_the_middle_and_a_second_run(sources, tmp_path, small_ba
         assert finished.items() <= contents(tmp_path / "whole").items()
     prepare(options(sources, out, workers=workers))
     assert contents(out) == contents(tmp_path / "whole")
+
+
+class InterruptedAt:
+    """Ctrl-C before the nth line that the given functions run, once."""
+
+    def __init__(self, number: int, names: set[str]) -> None:
+        self.left, self._names = number, names
+
+    def __call__(self, frame, event, argument):
+        if frame.f_code.co_filename != segments.__file__ or frame.f_code.co_name not in self._names:
+            return None
+        if event == "line":
+            self.left -= 1
+            if self.left == 0:
+                raise KeyboardInterrupt
+        return self
+
+
+def test_an_interrupt_before_any_line_leaves_finished_segments_or_nothing(tmp_path):
+    write(tmp_path / "in.jsonl", ["one", "two"])
+    out = tmp_path / "deep" / "out"
+    number, nothing, something = 0, 0, 0
+    while True:
+        number += 1
+        before, interrupt = sys.gettrace(), InterruptedAt(number, {"prepare", "_begin", "_fill", "finish", "_commit"})
+        sys.settrace(interrupt)
+        try:
+            prepare(options(tmp_path / "in.jsonl", out, validation_fraction=0.0))
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(before)
+        if interrupt.left > 0:
+            break
+        left = {path.name for path in tmp_path.iterdir()} - {"in.jsonl"}
+        if left:
+            assert Manifest.read(out).started
+            shutil.rmtree(out)
+            something += 1
+        else:
+            nothing += 1
+    assert Manifest.read(out).complete
+    assert nothing > 20
+    assert something > 3
 
 
 STANDS_STILL = (

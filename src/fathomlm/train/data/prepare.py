@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -169,10 +169,15 @@ def prepare(options: PrepareOptions, on_progress: OnProgress | None = None) -> C
     wanted = _wanted(options, tokenizer)
     missing = [parent for parent in out.absolute().parents if not parent.exists()]
     try:
-        manifest = _begin(out, wanted, tokenizer, options.force)
-        if not manifest.complete:
-            with _alone(out), _or_nothing(out):
-                _fill(out, Manifest.read(out), tokenizer, options, on_progress)
+        if options.force and (out / FILE).is_file():
+            _delete(out)
+        begun = (out / FILE).is_file()
+        if not (begun and _same(out, wanted).complete):
+            with _or_nothing(out):
+                if not begun:
+                    _begin(out, wanted, tokenizer)
+                with _alone(out):
+                    _fill(out, Manifest.read(out), tokenizer, options, on_progress)
     except OSError as error:
         raise OutputError(f"cannot write {out}: {error.strerror or error}; what was finished is kept") from error
     finally:
@@ -208,19 +213,14 @@ def _check_place(out: Path) -> None:
         raise OutputError(f"{out} exists and is not a corpus (no {FILE}); choose another name")
 
 
-def _begin(out: Path, wanted: Manifest, tokenizer: Any, force: bool) -> Manifest:
-    """The manifest to go on from: the one that is there if it is of the same corpus, or a new one."""
-    if (out / FILE).is_file():
-        if not force:
-            return _same(out, wanted)
-        _delete(out)
-    with _or_nothing(out), whole_directory(out, force=out.is_dir()) as directory:
+def _begin(out: Path, wanted: Manifest, tokenizer: Any) -> None:
+    """A corpus without a document."""
+    with whole_directory(out, force=out.is_dir()) as directory:
         tokenizer.save_pretrained(directory / TOKENIZER)
         wanted.write(directory)
         saved = fingerprint(find_tokenizer(str(directory / TOKENIZER)))
         if saved != wanted.fingerprint:
             raise DataError(f"the tokenizer {wanted.tokenizer} changes when it is saved and read again; give its directory")
-    return wanted
 
 
 def _same(out: Path, wanted: Manifest) -> Manifest:
@@ -255,12 +255,14 @@ def _alone(out: Path) -> Iterator[None]:
 
 @contextmanager
 def _or_nothing(out: Path) -> Iterator[None]:
-    """Where nothing at all was kept, the directory goes too, however early the work was stopped."""
+    """Where nothing at all was kept, the directory goes too, whenever the work was stopped: between any two of its steps,
+    hence one of these around all of them. What another process has begun in the meantime stays."""
     try:
         yield
     except BaseException:
         if (out / FILE).is_file() and not Manifest.read(out).started:
-            _remove(out)
+            with suppress(OutputError), _alone(out):
+                _remove(out)
         raise
 
 
