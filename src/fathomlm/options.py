@@ -173,19 +173,14 @@ class _Field:
     length: int | None
     """Of a tuple that has a fixed one."""
     default: Any
+    known: tuple[str, ...]
+    """The names that the value may have."""
 
     @property
     def flag(self) -> str:
         if self.option.positional:
             return self.option.metavar or self.name.upper()
         return self.option.flag or f"--{self.name.replace('_', '-')}"
-
-    @property
-    def known(self) -> tuple[str, ...]:
-        """The names that the value may have."""
-        if self.option.choices:
-            return self.option.choices
-        return tuple(map(str, typing.get_args(self.kind))) if typing.get_origin(self.kind) is typing.Literal else ()
 
 
 def check(instance: Any, prefix: str = "", *, inside: bool = True) -> None:
@@ -329,15 +324,19 @@ def _fields(cls: type) -> tuple[_Field, ...]:
 
 
 def _read_fields(cls: type) -> Iterator[_Field]:
-    described = [field for field in dataclasses.fields(cls) if _OPTION in field.metadata]
-    hints = typing.get_type_hints(cls) if described else {}
-    for field in described:
+    options = [field for field in dataclasses.fields(cls) if _OPTION in field.metadata]
+    hints = typing.get_type_hints(cls) if options else {}
+    for field in options:
         kind, optional = _without_none(hints[field.name])
         many, length = typing.get_origin(kind) in (tuple, list), None
         if many:
             items = typing.get_args(kind)
             kind, length = items[0], len(items) if typing.get_origin(kind) is tuple and Ellipsis not in items else None
-        yield _Field(field.name, field.metadata[_OPTION], kind, optional, many, length, _default(cls, field.name))
+        described: Option = field.metadata[_OPTION]
+        known = described.choices
+        if not known and typing.get_origin(kind) is typing.Literal:
+            known = tuple(map(str, typing.get_args(kind)))
+        yield _Field(field.name, described, kind, optional, many, length, _default(cls, field.name), known)
 
 
 def _default(cls: type, name: str) -> Any:
@@ -358,7 +357,7 @@ def _check_value(field: _Field, name: str, value: Any) -> None:
         shown = str(value)[:60]
         raise OptionError(f"invalid {name} '{shown}'{nearest(shown, field.known)}; choose from {', '.join(field.known)}")
     right = _is_kind(field, value)
-    if not right or (described.rule and isinstance(value, int | float) and not described.holds(value)):
+    if not right or (isinstance(value, int | float) and not described.holds(value)):
         noun = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}.get(field.kind, "")
         rule = " ".join(part for part in ("" if right else noun, described.rule) if part)
         raise OptionError(f"{name} must be {rule}, got {value!r:.60}")
