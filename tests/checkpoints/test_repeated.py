@@ -10,7 +10,7 @@ import torch
 
 import fathomlm
 from fathomlm.cache import NoCache
-from fathomlm.depth.plan import repeated_layers, repeated_plan
+from fathomlm.depth.dropping import repeated_layers, repeated_plan
 from fathomlm.errors import OptionError
 from fathomlm.model.attention_mask import TokenBatch, full_masks
 from lab.analyze.tiny import TEXT, model_of

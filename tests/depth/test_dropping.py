@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fathomlm.depth.sharing import DROPS, kept_layers
+from fathomlm.depth.dropping import DROPS, kept_layers
 from fathomlm.errors import OptionError
 
 INFLUENCE = (0.9, 0.1, 0.2, 0.05, 0.1, 0.8)

@@ -14,7 +14,7 @@ import torch
 
 import fathomlm
 from fathomlm.depth import DepthPlan
-from fathomlm.depth.plan import repeated_plan
+from fathomlm.depth.dropping import repeated_plan
 from fathomlm.errors import OptionError, TrainingError
 from fathomlm.train.data.corpus import Corpus
 from fathomlm.train.losses.layerwise import teacher_steps

@@ -35,8 +35,9 @@ from fathomlm.checkpoints.resolve import describe, open_source, parse_device, pa
 from fathomlm.checkpoints.tied import Tying, ranks_within
 from fathomlm.checkpoints.tying import starting_layers
 from fathomlm.depth import Relaxation, Step
-from fathomlm.depth.plan import KVMode, Resize
-from fathomlm.depth.sharing import kept_layers
+from fathomlm.depth.dropping import kept_layers
+from fathomlm.depth.plan import KVMode
+from fathomlm.depth.steps import Resize
 from fathomlm.errors import OptionError
 from fathomlm.model.blocks import build_block
 from fathomlm.model.hub import FathomForCausalLM

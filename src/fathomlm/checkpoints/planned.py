@@ -13,11 +13,12 @@ from fathomlm.checkpoints.tied import check_room_for_ranks
 from fathomlm.checkpoints.tying import CALIBRATED, INITS, MEANS, NORM_INITS, Init, NormInit
 from fathomlm.depth import Architecture, DepthPlan, Relaxation, build_routing
 from fathomlm.depth.cost import count
-from fathomlm.depth.plan import DEFAULT_RECURSIONS, KVMode, Resize, check_repeat, repeated_plan
+from fathomlm.depth.dropping import check_repeat, kept_layers, repeated_plan, with_neurons
+from fathomlm.depth.plan import DEFAULT_RECURSIONS, KVMode
 from fathomlm.depth.relaxation import RELAXATIONS, build_relaxation, check_fits, kinds_with
 from fathomlm.depth.relaxation.kind import RelaxationKind
 from fathomlm.depth.routing import ROUTERS, RouterOptions
-from fathomlm.depth.sharing import kept_layers, with_neurons
+from fathomlm.depth.steps import Resize
 from fathomlm.errors import OptionError, choices
 
 

@@ -23,8 +23,7 @@ from fathomlm.checkpoints.activations import Activations
 from fathomlm.checkpoints.assemble import BaseCheckpoint, TokenIds
 from fathomlm.checkpoints.tied import ROWS
 from fathomlm.depth import Architecture, DepthPlan
-from fathomlm.depth.plan import check_repeat, repeated_layers, repeated_plan
-from fathomlm.depth.sharing import with_neurons
+from fathomlm.depth.dropping import check_repeat, repeated_layers, repeated_plan, with_neurons
 from fathomlm.model.relax.lora import damped
 
 DOWN = "mlp.down"

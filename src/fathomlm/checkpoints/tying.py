@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from fathomlm.depth import DepthPlan
+from fathomlm.depth.dropping import most_influential
 from fathomlm.depth.relaxation import RELAXATIONS
-from fathomlm.depth.sharing import most_influential, spread
+from fathomlm.depth.sharing import spread
 from fathomlm.options import option
 
 Init = Literal["stepwise", "average", "lower", "upper", "random", "influence", "aligned"]

@@ -17,7 +17,7 @@ from fathomlm.checkpoints.writing import THRESHOLD
 from fathomlm.cli.display import progress_bar
 from fathomlm.cli.first import check_device, check_model, check_pack, check_text, check_threads
 from fathomlm.decode.sampling import Sampling
-from fathomlm.depth.sharing import DropOptions
+from fathomlm.depth.dropping import DropOptions
 from fathomlm.errors import DataError, OptionError
 from fathomlm.options import ChecksFirst, like, option
 from fathomlm.packaged import packaged_path

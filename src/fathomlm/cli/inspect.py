@@ -14,11 +14,11 @@ from fathomlm.cli.common import SOURCE, JsonOptions
 from fathomlm.cli.display import print_table
 from fathomlm.cli.first import check_shape
 from fathomlm.depth import Architecture, DepthPlan, Relaxation, build_routing, cost
+from fathomlm.depth.dropping import DropOptions, kept_layers, with_neurons
 from fathomlm.depth.options import PlanOptions, RelaxOptions, RoutingOptions
 from fathomlm.depth.plan import KVMode
 from fathomlm.depth.presets import PRESETS
 from fathomlm.depth.relaxation import check_fits
-from fathomlm.depth.sharing import DropOptions, kept_layers, with_neurons
 from fathomlm.errors import OptionError
 from fathomlm.options import like, option, section
 from fathomlm.sizes import amount, parse_count

@@ -24,10 +24,12 @@ from fractions import Fraction
 from typing import Any
 
 from fathomlm.depth.architecture import Architecture, LinearSpec
-from fathomlm.depth.plan import KV_MODES, DepthPlan, KVMode, Step
+from fathomlm.depth.dropping import kept_layers, with_neurons
+from fathomlm.depth.plan import KV_MODES, DepthPlan, KVMode
 from fathomlm.depth.relaxation import Relaxation, build_relaxation, check_fits
 from fathomlm.depth.routing import ROUTERS, build_routing
-from fathomlm.depth.sharing import STRATEGIES, kept_layers, with_neurons
+from fathomlm.depth.sharing import STRATEGIES
+from fathomlm.depth.steps import Step
 from fathomlm.errors import OptionError, choices
 
 OF_THE_SOURCE = ("cross_k", "cross_v")

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from fathomlm.depth.architecture import Architecture, LinearSpec
-from fathomlm.depth.plan import DEFAULT_RECURSIONS, DepthPlan, KVMode, Resize
+from fathomlm.depth.plan import DEFAULT_RECURSIONS, DepthPlan, KVMode
 from fathomlm.depth.relaxation import DEFAULT_PREFIX_LENGTH, DEFAULT_RANK, RELAXATIONS, Relaxation, build_relaxation
 from fathomlm.depth.routing import RouterOptions
 from fathomlm.depth.routing.kind import Network, Update
 from fathomlm.depth.sharing import STRATEGIES
+from fathomlm.depth.steps import Resize
 from fathomlm.errors import OptionError
 from fathomlm.options import like, option
 

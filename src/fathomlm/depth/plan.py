@@ -8,43 +8,24 @@ plan; nothing else counts layers.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, get_args
 
-from fathomlm.depth.architecture import Architecture
-from fathomlm.depth.bounds import check_size, read_record, size, to_record
+from fathomlm.depth.bounds import read_record, size, to_record
 from fathomlm.depth.routing import Routing
-from fathomlm.depth.sharing import STRATEGIES, spread
+from fathomlm.depth.sharing import STRATEGIES
+from fathomlm.depth.steps import Resize, Step, checked, core_and_ends, lay
 from fathomlm.errors import OptionError, PlanError, choices
 from fathomlm.options import check
 
-Resize = Literal["add", "drop"]
-Part = Literal["prelude", "core", "coda", "exit"]
-"""An exit's own step stands beside the plan's: see `DepthPlan.exit_steps`."""
 KVMode = Literal["cache", "share", "hybrid"]
 """Whose keys and values a step attends to: its own, for the tokens that run it; those of the first use of its layer; or
 those with its own written over them (thesis 4.3.3, and its appendix on KV sharing)."""
 KV_MODES: tuple[str, ...] = get_args(KVMode)
 DEFAULT_RECURSIONS = 2
 """Of a model that is to be looped, where nobody says how often."""
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One application of a layer."""
-
-    index: int
-    """Its place in the unrolled depth, from 0."""
-    layer: int
-    """The unique layer that runs."""
-    recursion: int
-    """Which use of that layer this is, from 0; always 0 in prelude and coda."""
-    part: Part
-    origin: int
-    """The base layer whose place this step takes: its window, and what its relaxation is initialised towards."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,12 +72,12 @@ class DepthPlan:
         check(self, inside=False)
         base, unrolled = self.base_layers, self.unrolled_layers
         resize: Resize | None = None if base == unrolled else ("add" if unrolled > base else "drop")
-        unique, ends = _unique_layers(self.sharing, self.recursions, base, resize, self.ends)
+        unique, ends = core_and_ends(self.sharing, self.recursions, base, resize, self.ends)
         if sum(ends) + unique * self.recursions != unrolled:
             total = sum(ends) + unique * self.recursions
             raise PlanError(f"the plan says {unrolled} unrolled layers, its other fields give {total}")
         object.__setattr__(self, "ends", ends)
-        object.__setattr__(self, "steps", tuple(_lay(self.sharing, self.recursions, base, unique, ends)))
+        object.__setattr__(self, "steps", tuple(lay(self.sharing, self.recursions, base, unique, ends)))
         object.__setattr__(self, "exits", tuple(sorted(set(self.exits))))
         self._check()
         _ = self.kv_sources, self.unique_layers  # now: a cached property takes a lock, which no compiler can follow
@@ -171,7 +152,7 @@ class DepthPlan:
         `resize` changes the unrolled depth where it does not divide: "add" rounds it up, as the thesis does for its MoR
         models (30 -> 1+10+1 looped three times, 32 -> 34 for four); "drop" rounds it down, as in its sharing tables.
         """
-        unique, both = _unique_layers(sharing, recursions, base_layers, resize, ends)
+        unique, both = core_and_ends(sharing, recursions, base_layers, resize, ends)
         unrolled = sum(both) + unique * recursions
         return cls(sharing=sharing, recursions=recursions, base_layers=base_layers, unrolled_layers=unrolled, ends=both)
 
@@ -246,12 +227,12 @@ class DepthPlan:
         """The same layers looped another number of times. Exits after each loop stay so."""
         if self.plain or not self.loops or self.routing is not None or self.kv != "cache":
             raise PlanError("another number of loops requires a looped model without a router or shared keys and values")
-        _checked("recursions", recursions, called="loops")
+        checked("recursions", recursions, called="loops")
         after_each = bool(self.exits) and self.exits == self.recursion_ends()
         if self.exits and not (after_each and recursions > 1):
             raise PlanError("another number of loops cannot be combined with exits, except after each of 2 or more loops")
         layers = sum(self.ends) + recursions * self.core_layers
-        built = DepthPlan.build(self.sharing, recursions, _checked("base_layers", layers, called="layers"), ends=self.ends)
+        built = DepthPlan.build(self.sharing, recursions, checked("base_layers", layers, called="layers"), ends=self.ends)
         looped = dataclasses.replace(
             built, injection=self.injection, core_norm=self.core_norm, loop_norm=self.loop_norm and recursions > 1
         )
@@ -333,135 +314,3 @@ class DepthPlan:
     @classmethod
     def from_dict(cls, record: object) -> DepthPlan:
         return read_record(cls, record, "plan", error=PlanError)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExitParts:
-    """What an early exit may have of its own, beside the final norm and the head that all outputs share; the same for every
-    exit of a model."""
-
-    head_rank: int = size("rank", 0)
-    """A low-rank delta on the head (thesis 3, early-exit appendix)."""
-    adapter_rank: int = size("rank", 0)
-    """A low-rank adapter on the residual stream, before the final norm."""
-    layer: bool = False
-    """A whole layer over the states at the exit, with keys and values of its own."""
-    classifier: bool = False
-    """A linear that tells whether the exit chooses what the last output will."""
-    draft: bool = False
-    """A draft layer behind the model, instead of exits in it."""
-
-    def __post_init__(self) -> None:
-        check(self)
-
-    def __bool__(self) -> bool:
-        return bool(self.head_rank or self.adapter_rank or self.layer or self.classifier or self.draft)
-
-    def shapes(self, architecture: Architecture) -> Iterator[tuple[int, ...]]:
-        """The tensors of one exit, or of the draft layer."""
-        if self.head_rank:
-            yield from ((self.head_rank, architecture.hidden), (architecture.vocab, self.head_rank))
-        if self.adapter_rank:
-            yield (architecture.hidden,)
-            yield from ((self.adapter_rank, architecture.hidden), (architecture.hidden, self.adapter_rank))
-        if self.draft:
-            yield from ((architecture.hidden,), (architecture.hidden,), architecture.pair_linear("mix").shape)
-        if self.layer or self.draft:
-            yield from architecture.layer_shapes().values()
-        if self.classifier:
-            yield from ((1, architecture.hidden), (1,))
-
-    def parameters(self, architecture: Architecture, plan: DepthPlan) -> int:
-        """What all exits of a plan have together."""
-        return (len(plan.exits) or plan.draft) * sum(math.prod(shape) for shape in self.shapes(architecture))
-
-
-def _checked(name: str, value: object, *, called: str | None = None) -> int:
-    try:
-        return check_size(name, value, called=called)
-    except OptionError as error:
-        raise PlanError(str(error)) from None
-
-
-def _unique_layers(
-    sharing: str, recursions: int, base_layers: int, resize: Resize | None, ends: tuple[int, int] | None
-) -> tuple[int, tuple[int, int]]:
-    """How many layers of the core are unique, and how many there are in front of it and behind it."""
-    if sharing not in STRATEGIES:
-        raise PlanError(choices("sharing strategy", sharing, STRATEGIES))
-    _checked("recursions", recursions)
-    _checked("base_layers", base_layers, called="layers")
-    if resize not in (None, "add", "drop"):
-        raise PlanError(f"resize must be 'add' or 'drop', got {resize!r}")
-    apart = STRATEGIES[sharing].kept_apart
-    prelude, coda = ends = (apart, apart) if ends is None else ends
-    if min(ends) < min(apart, 1) or (max(ends) and not apart):
-        raise PlanError(f"ends must be >= 1 and require a middle-* strategy, got {prelude} and {coda} for {sharing}")
-    core = base_layers - prelude - coda
-    if core < 1:
-        kept = "the first and last layer" if ends == (1, 1) else f"{prelude} + {coda} layers"
-        raise PlanError(
-            f"{sharing} keeps {kept} apart, so it requires at least {prelude + coda + 1} layers; got {base_layers}"
-        )
-    if core % recursions:
-        if resize is None:
-            raise PlanError(_does_not_divide(recursions, base_layers, core, ends))
-        core += -core % recursions if resize == "add" else -(core % recursions)
-    unique = core // recursions
-    if unique < 1:
-        most = base_layers - prelude - coda
-        raise PlanError(f"{recursions} recursions leave no layer of {base_layers}; at most {most} fit")
-    return unique, ends
-
-
-def _lay(sharing: str, recursions: int, base_layers: int, unique: int, ends: tuple[int, int]) -> Iterator[Step]:
-    order = STRATEGIES[sharing].order(unique, recursions)
-    prelude, coda = ends
-    origins = spread(prelude, base_layers - 1 - coda, len(order))
-    yield from (Step(i, i, 0, "prelude", i) for i in range(prelude))
-    seen: dict[int, int] = {}
-    for i, (layer, origin) in enumerate(zip(order, origins, strict=True)):
-        recursion = seen.get(layer, 0)
-        seen[layer] = recursion + 1
-        yield Step(prelude + i, prelude + layer, recursion, "core", origin)
-    behind = prelude + len(order)
-    yield from (Step(behind + i, prelude + unique + i, 0, "coda", base_layers - coda + i) for i in range(coda))
-
-
-def _does_not_divide(recursions: int, base_layers: int, core: int, ends: tuple[int, int]) -> str:
-    kept = "first and last" if ends == (1, 1) else f"first {ends[0]} and last {ends[1]}"
-    apart = f" ({base_layers} less the {kept})" if core != base_layers else ""
-    fits = ", ".join(str(n) for n in range(1, core + 1) if core % n == 0)
-    more = core + -core % recursions
-    total = more + base_layers - core
-    shape = f"{ends[0]}+{more // recursions}+{ends[1]}" if core != base_layers else str(more // recursions)
-    return (
-        f"{recursions} recursions do not divide {core} layers{apart}; these do: {fits}. "
-        f"--resize adds {total - base_layers} ({shape} looped {recursions} times, {total} layers in all)"
-    )
-
-
-REPEATED_ENDS = (2, 1)
-"""Layers at the beginning and the end that are not repeated in place: those that write most to the residual stream."""
-
-
-def repeated_plan(layers: int, times: int) -> DepthPlan:
-    """Each of so many layers `times` times in a row, but for those at the ends."""
-    if layers <= sum(REPEATED_ENDS):
-        raise OptionError(f"repeat leaves the first two layers and the last alone; it requires more than 3, got {layers}")
-    check_size("layers", layers + (layers - sum(REPEATED_ENDS)) * (times - 1), called="the layers that run with repeat")
-    return DepthPlan.build("middle-sequence", times, len(repeated_layers(layers, times)), ends=REPEATED_ENDS)
-
-
-def check_repeat(architecture: Architecture, times: int) -> None:
-    """Refuse layers that cannot be repeated in smaller steps, or not so often."""
-    if architecture.residual not in ("pre", "parallel") or architecture.cross:
-        raise OptionError("repeat requires output projections that write to the residual stream, without norms behind them")
-    repeated_plan(architecture.layers, times)
-
-
-def repeated_layers(layers: int, times: int) -> tuple[int, ...]:
-    """The layer at each step of that plan."""
-    first, last = REPEATED_ENDS
-    inner = range(first, layers - last)
-    return (*range(first), *(layer for layer in inner for _ in range(times)), *range(layers - last, layers))

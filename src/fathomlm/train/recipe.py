@@ -11,10 +11,10 @@ from typing import Any, Literal
 
 from fathomlm.checkpoints.tying import InitOptions
 from fathomlm.depth import Routing
+from fathomlm.depth.dropping import DropOptions
 from fathomlm.depth.options import PlanOptions, RelaxOptions, RoutingOptions
 from fathomlm.depth.plan import KVMode
 from fathomlm.depth.routing import RouterOptions
-from fathomlm.depth.sharing import DropOptions
 from fathomlm.options import like, option
 from fathomlm.sizes import Amount, parse_amount
 from fathomlm.train.data import PrepareOptions

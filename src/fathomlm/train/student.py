@@ -10,10 +10,9 @@ from fathomlm.checkpoints.planned import Start
 from fathomlm.checkpoints.resolve import architecture_of, encoder_of
 from fathomlm.checkpoints.tying import CALIBRATED
 from fathomlm.depth import Architecture, DepthPlan, ExitParts, Relaxation
-from fathomlm.depth.plan import check_repeat, repeated_layers, repeated_plan
+from fathomlm.depth.dropping import MEASURED, check_repeat, kept_layers, repeated_layers, repeated_plan, with_neurons
 from fathomlm.depth.presets import T5_FAMILIES, with_t5_traits
 from fathomlm.depth.relaxation import RELAXATIONS, build_relaxation, check_fits
-from fathomlm.depth.sharing import MEASURED, kept_layers, with_neurons
 from fathomlm.errors import OptionError
 from fathomlm.model.decoder import Decoder
 from fathomlm.train.losses.exits import exited_plan

@@ -9,11 +9,12 @@ from typing import Any
 
 from fathomlm.depth.architecture import CROSS, LINEARS, Architecture, LinearSpec
 from fathomlm.depth.bounds import read_record, to_record
-from fathomlm.depth.plan import DepthPlan, Step
+from fathomlm.depth.plan import DepthPlan
 from fathomlm.depth.relaxation.encoding import Encoding
 from fathomlm.depth.relaxation.kind import RelaxationKind, RelaxationSettings
 from fathomlm.depth.relaxation.lora import Dora, Lora
 from fathomlm.depth.relaxation.prefix import Prefix
+from fathomlm.depth.steps import Step
 from fathomlm.errors import OptionError, choices
 from fathomlm.options import check
 

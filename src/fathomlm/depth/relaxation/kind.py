@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 from fathomlm.depth.architecture import Architecture, LinearSpec
 from fathomlm.depth.bounds import size
-from fathomlm.depth.plan import DepthPlan, Step
+from fathomlm.depth.plan import DepthPlan
+from fathomlm.depth.steps import Step
 from fathomlm.options import option
 
 

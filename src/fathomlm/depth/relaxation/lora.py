@@ -10,8 +10,9 @@ from collections.abc import Iterator
 
 from fathomlm.depth.architecture import LINEARS, Architecture, LinearSpec
 from fathomlm.depth.bounds import check_size
-from fathomlm.depth.plan import DepthPlan, Step
+from fathomlm.depth.plan import DepthPlan
 from fathomlm.depth.relaxation.kind import RelaxationKind, RelaxationSettings
+from fathomlm.depth.steps import Step
 from fathomlm.errors import OptionError, choices
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fathomlm.depth.architecture import Architecture
-from fathomlm.depth.plan import DepthPlan, Step
+from fathomlm.depth.plan import DepthPlan
 from fathomlm.depth.relaxation.kind import RelaxationKind, RelaxationSettings
+from fathomlm.depth.steps import Step
 from fathomlm.errors import OptionError
 
 
