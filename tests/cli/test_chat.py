@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import signal
@@ -128,6 +129,20 @@ def test_save_writes_the_conversation_and_no_file_is_replaced(
     ]
     assert code == 2, "a script must see that something failed"
     assert f"fathomlm: {target} exists; choose another name" in err
+
+
+def test_a_save_that_fails_leaves_no_half_of_a_file(chat: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    target, write = tmp_path / "talk.json", Path.write_text
+
+    def full(self: Path, text: str, **more: Any) -> int:
+        write(self, text[:20], **more)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    code, _, err = chat(FIRST, f"/save {target}")
+    assert code == 2
+    assert f"fathomlm: cannot write {target}: No space left on device" in err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_mistakes_do_not_end_the_conversation(chat: Any, tiny_model: Any) -> None:

@@ -43,6 +43,7 @@ def _mistakes(text: Path, taken: Path, port: int) -> dict[str, tuple[list[str], 
     cases = {f"model of {' '.join(words[:2])}": (_with_model(words, "smollm2-135n"), TYPO) for words in typo}
     train = ["train", "tiny", "--out", str(taken)]
     new = ["--out", str(taken / "new")]
+    simulated = ["--preset", "40gb/gemma-2b/2", "--depths", "1,0.5"]
     empty, rows, wrong = (text.with_name(name) for name in ("empty.txt", "rows.jsonl", "wrong.yaml"))
     empty.write_text("\n")
     rows.write_text('{"txt": "some text"}\n')
@@ -70,6 +71,10 @@ def _mistakes(text: Path, taken: Path, port: int) -> dict[str, tuple[list[str], 
         "no column": (["calibrate", "smollm2-135m", "--data", str(rows)], "no column 'text' (did you mean 'txt'?)"),
         "no samples": (["eval", "generate", "smollm2-135m", "--metric", "squad", "--data", "none.jsonl"], "does not exist"),
         "results": (["eval", "tasks", "smollm2-135m", "--tasks", "piqa", "--out", str(text)], "exists; choose another name"),
+        "simulated tables": (["simulate", "thesis", "--out", str(taken)], "it is a directory; name a file in it"),
+        "simulation": (["simulate", *simulated, "--out", str(text / "new")], f"{text} is not a directory"),
+        "simulated depths": (["simulate", *simulated, "--save", "none/x"], "cannot write none/x: none is not a directory"),
+        "threshold": (["calibrate", "smollm2-135m", *data, "--out", str(text / "new")], f"{text} is not a directory"),
         "no source": (["data", "prepare", "nope.txt", "out", "--tokenizer", "bytes"], "the source nope.txt does not exist"),
         "two models of one name": (["serve", "smollm2-135m", "--model", "smollm2-135m"], "two models are named"),
         "port": (["serve", "--port", str(port)], "Address already in use; choose another --host or --port"),

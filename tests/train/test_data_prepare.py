@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import shutil
 import signal
-import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +18,7 @@ from fathomlm.train.data.encoding import LOTS, lot
 from fathomlm.train.data.manifest import Manifest
 from fathomlm.train.data.prepare import PrepareOptions, prepare
 from fathomlm.train.data.tokenizers import byte_tokenizer
+from interrupting import interrupted_everywhere
 from jsonl import write_jsonl
 
 
@@ -130,38 +131,13 @@ def test_an_exception_in_the_middle_and_a_second_run(sources, tmp_path, small_ba
     assert contents(out) == contents(tmp_path / "whole")
 
 
-class InterruptedAt:
-    """Ctrl-C before the nth line that the given functions run, once."""
-
-    def __init__(self, number: int, names: set[str]) -> None:
-        self.left, self._names = number, names
-
-    def __call__(self, frame, event, argument):
-        if frame.f_code.co_filename != segments.__file__ or frame.f_code.co_name not in self._names:
-            return None
-        if event == "line":
-            self.left -= 1
-            if self.left == 0:
-                raise KeyboardInterrupt
-        return self
-
-
 def test_an_interrupt_before_any_line_leaves_finished_segments_or_nothing(tmp_path):
     write(tmp_path / "in.jsonl", ["one", "two"])
     out = tmp_path / "deep" / "out"
-    number, nothing, something = 0, 0, 0
-    while True:
-        number += 1
-        before, interrupt = sys.gettrace(), InterruptedAt(number, {"prepare", "_begin", "_fill", "finish", "_commit"})
-        sys.settrace(interrupt)
-        try:
-            prepare(options(tmp_path / "in.jsonl", out, validation_fraction=0.0))
-        except KeyboardInterrupt:
-            pass
-        finally:
-            sys.settrace(before)
-        if interrupt.left > 0:
-            break
+    nothing, something = 0, 0
+    steps = {"prepare", "_begin", "_fill", "finish", "_commit"}
+    work = partial(prepare, options(tmp_path / "in.jsonl", out, validation_fraction=0.0))
+    for _ in interrupted_everywhere(work, segments, steps):
         left = {path.name for path in tmp_path.iterdir()} - {"in.jsonl"}
         if left:
             assert Manifest.read(out).started

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,8 @@ from fathomlm.train.losses.head import IGNORE, HeadTerms, LikeliestTokens, Teach
 from fathomlm.train.reading import build_recipe
 from fathomlm.train.report import read_records
 from fathomlm.train.run import train
+from fathomlm.train.teacher_cache import SplitCache
+from interrupting import interrupted_everywhere
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 N, M, V, K = 19, 8, 31, 5
@@ -154,6 +158,40 @@ def test_a_full_disk_is_told(run: Callable[..., list[Any]], tmp_path: Path, monk
     monkeypatch.setattr(Path, "open", full)
     with pytest.raises(OutputError, match=r"cannot write .*train\.logs: No space left"):
         run("first", cache=str(tmp_path / "cache"))
+
+
+def test_an_interrupt_before_any_line_leaves_a_cache_that_opens(tmp_path: Path) -> None:
+    place = tmp_path / "cache"
+
+    def opened() -> SplitCache:
+        place.mkdir(exist_ok=True)
+        return SplitCache(place, "train", 4, 8, 3, False)
+
+    stopped = 0
+    for _ in interrupted_everywhere(opened, teacher_cache):
+        assert len(opened().missing(np.arange(4))) == 4
+        assert sorted(os.listdir(place)) == ["train.done", "train.logs", "train.tokens"]
+        shutil.rmtree(place)
+        stopped += 1
+    assert stopped > 20
+
+
+def test_a_window_is_marked_when_the_rest_of_it_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[str] = []
+    sync = os.fsync
+    cache = SplitCache(tmp_path, "train", 4, 8, 3, False)
+    names = {path.stat().st_ino: path.name for path in tmp_path.iterdir()}
+
+    def noting(handle: int) -> None:
+        sync(handle)
+        assert cache.done.sum() == (2 if synced[1:] else 0)
+        synced.append(names[os.fstat(handle).st_ino])
+
+    monkeypatch.setattr(os, "fsync", noting)
+    found = LikeliestTokens(torch.ones(16, 3, dtype=torch.int32), torch.zeros(16, 3, dtype=torch.float16))
+    cache.put(np.array([1, 3]), found)
+    assert synced == ["train.tokens", "train.logs", "train.done"]
+    assert cache.done.tolist() == [0, 1, 0, 1]
 
 
 def test_a_cache_of_something_else_is_refused(run: Callable[..., list[Any]], tmp_path: Path) -> None:

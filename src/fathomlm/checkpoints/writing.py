@@ -9,6 +9,7 @@ Everything that FathomLM keeps goes through here.
 from __future__ import annotations
 
 import errno
+import glob
 import hashlib
 import json
 import os
@@ -149,6 +150,7 @@ def whole_directory(out: Path, force: bool, *, what: str = "model directory", si
     check_target(out, force, what=what, sign=sign)
     made = [parent for parent in out.parents if not parent.exists()]
     temporary = out.parent / f".{out.name}.partial-{os.getpid()}"
+    old = out.parent / f".{out.name}.replaced-{os.getpid()}"
     try:
         make_directories(out.parent)
         _sweep(out)
@@ -156,13 +158,13 @@ def whole_directory(out: Path, force: bool, *, what: str = "model directory", si
         yield temporary
         _open_to_readers(temporary)
         sync_tree(temporary)
-        _swap(temporary, out)
+        _swap(temporary, out, old)
     except (OSError, SafetensorError) as error:
-        _discard(temporary, made)
+        _discard(temporary, out, old, made)
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise OutputError(f"cannot write {out}: {reason}; nothing was left behind") from error
     except BaseException:
-        _discard(temporary, made)
+        _discard(temporary, out, old, made)
         raise
 
 
@@ -190,26 +192,34 @@ def _open_to_readers(directory: Path) -> None:
         file.chmod((0o777 if file.is_dir() else 0o666) & ~mask)
 
 
-def _swap(temporary: Path, out: Path) -> None:
-    old = out.parent / f".{out.name}.replaced-{os.getpid()}"
-    try:
-        if out.exists():
-            out.rename(old)
-        temporary.rename(out)
-    except BaseException:  # Ctrl-C among them: what was there gets its name back
-        if not os.path.lexists(out) and old.exists():
-            old.rename(out)
-        raise
+def _swap(temporary: Path, out: Path, old: Path) -> None:
+    if out.exists():
+        out.rename(old)
+    temporary.rename(out)
     try:
         sync_directory(out.parent)
     except OSError as error:
         raise OutputError(f"{out} is complete, but may not survive a power failure: {error.strerror or error}") from error
-    if old.exists():
-        shutil.rmtree(old, ignore_errors=True)
+    _settle(temporary, out, old)
 
 
-def _discard(temporary: Path, made: list[Path]) -> None:
+def _settle(temporary: Path, out: Path, old: Path) -> None:
+    """Leave one directory, whenever the work was stopped: what was there before gets its name back where nothing has it, and
+    goes where its successor does. It goes under the temporary name: what is called replaced is whole, for `_recover`."""
+    if not old.exists():
+        return
+    if not os.path.lexists(out):
+        old.rename(out)
+        return
+    with suppress(OSError):  # a disk that cannot say that the new one is there keeps the old one
+        sync_directory(out.parent)
+        old.rename(temporary)
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _discard(temporary: Path, out: Path, old: Path, made: list[Path]) -> None:
     shutil.rmtree(temporary, ignore_errors=True)
+    _settle(temporary, out, old)
     remove_empty(made)
 
 
@@ -236,7 +246,7 @@ def _sweep(out: Path) -> None:
 
 def _left(out: Path, kind: str) -> list[Path]:
     """Directories of processes that are no more."""
-    found = {path: path.name.rsplit("-", 1)[-1] for path in sorted(out.parent.glob(f".{out.name}.{kind}-*"))}
+    found = {path: path.name.rsplit("-", 1)[-1] for path in sorted(out.parent.glob(f".{glob.escape(out.name)}.{kind}-*"))}
     return [path for path, number in found.items() if number.isdigit() and not is_alive(int(number))]
 
 

@@ -15,11 +15,13 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
+from fathomlm.checkpoints.writing import whole_file
 from fathomlm.cli.common import ModelOptions, QuantizeOptions
 from fathomlm.cli.decoding import DecodeOptions, DepthOptions, MessageOptions, ReferenceOptions
+from fathomlm.cli.first import check_new_file
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.sampling import Sampling
-from fathomlm.errors import FathomError, OptionError, OutputError, choices
+from fathomlm.errors import FathomError, OptionError, choices
 from fathomlm.interrupts import on_signals
 from fathomlm.options import like, section
 
@@ -129,13 +131,9 @@ class Conversation:
 
     def save(self, path: Path) -> None:
         record = {"model": self.name, "messages": [*self._opening(), *self.messages]}
-        try:
-            with path.open("x", encoding="utf-8") as file:
-                file.write(json.dumps(record, indent=2, ensure_ascii=False) + "\n")
-        except FileExistsError as error:
-            raise OutputError(f"{path} exists; choose another name") from error
-        except OSError as error:
-            raise OutputError(f"cannot write {path}: {error.strerror}") from error
+        check_new_file(path)
+        with whole_file(path) as temporary:
+            temporary.write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
     def _opening(self) -> list[dict[str, str]]:
         return [] if self.system is None else [_message("system", self.system)]

@@ -91,11 +91,30 @@ def check_memory(requested: int | None, device: str) -> None:
         raise OptionError(f"--memory is {requested / 1e9:,.1f} GB, but {device} has {has / 1e9:,.1f} GB")
 
 
-def check_new_file(out: Path | None) -> None:
+def check_new_file(out: Path) -> None:
     """Refuse now what could not be written later."""
-    if out is None:
-        return
     if out.exists():
         raise OutputError(f"{out} exists; choose another name")
-    if not out.absolute().parent.is_dir():
+    check_written_file(out)
+
+
+def check_written_file(out: Path) -> None:
+    """The same for a file that may be there already."""
+    if out.is_dir():
+        raise OutputError(f"cannot write {out}: it is a directory; name a file in it")
+    if not (place := out.absolute().parent).is_dir():
         raise OutputError(f"cannot write {out}: {out.parent} is not a directory")
+    _check_open(out, place)
+
+
+def check_written_directory(out: Path) -> None:
+    """The same for a directory that is made where there is none, and to which files are added otherwise."""
+    place = next(place for place in (out.absolute(), *out.absolute().parents) if os.path.lexists(place))
+    if not place.is_dir():
+        raise OutputError(f"cannot write {out}: {place} is not a directory")
+    _check_open(out, place)
+
+
+def _check_open(out: Path, place: Path) -> None:
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise OutputError(f"cannot write {out}: permission denied in {place}")

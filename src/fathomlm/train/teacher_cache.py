@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -59,7 +60,7 @@ class SplitCache:
         return left
 
     def put(self, windows: npt.NDArray[np.int64], found: LikeliestTokens) -> None:
-        """The mark comes last: what was cut off in between is made again."""
+        """The mark comes last, when the rest is on the disk: what was cut off in between is made again."""
         shape = (len(windows), *self.tokens.shape[1:])
         _write(self.tokens, windows, found.tokens_NK.cpu().numpy().reshape(shape))
         _write(self.logs, windows, found.logs_NK.cpu().numpy().reshape(shape))
@@ -193,7 +194,7 @@ def _opened(path: Path, kind: Any, shape: tuple[int, ...]) -> np.memmap[Any, Any
     size = int(np.prod(shape)) * np.dtype(kind).itemsize
     with writing(path):
         if not path.exists():
-            with path.open("wb") as file:
+            with whole_file(path) as temporary, temporary.open("wb") as file:
                 file.truncate(size)
         if (found := path.stat().st_size) != size:
             raise DataError(f"{path} has {found:,} bytes instead of {size:,}; delete its directory, or name another")
@@ -207,3 +208,5 @@ def _write(array: np.memmap[Any, Any], windows: npt.NDArray[np.int64], values: n
         for window, value in zip(windows, values.astype(array.dtype), strict=True):
             file.seek(int(window) * size)
             file.write(value.tobytes())
+        file.flush()
+        os.fsync(file.fileno())

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fathomlm.checkpoints.writing import make_directories
 from fathomlm.cli.common import read_documents, threshold_file
 from fathomlm.cli.display import progress_bar
 from fathomlm.decode.calibration import FILE, Calibration, calibrate
@@ -14,7 +15,7 @@ from fathomlm.decode.prompts import chat_prompt, encode_prompt
 from fathomlm.decode.sampling import Sampling
 from fathomlm.decode.threshold import RULES, ThresholdEstimator
 from fathomlm.decode.threshold_samples import STEPS
-from fathomlm.errors import OptionError
+from fathomlm.errors import OptionError, writing
 from fathomlm.lab.analyze.options import Calibrate
 from fathomlm.lab.analyze.pictures import draw_threshold
 from fathomlm.lab.drawing import check_matplotlib
@@ -42,7 +43,8 @@ def run(options: Calibrate) -> int:
             confidence=options.confidence, options=replace(options.rule, calibrating_sequences=len(prompts)),
             on_text=on_text,
         )  # fmt: skip
-    out.mkdir(parents=True, exist_ok=True)
+    with writing(out):
+        make_directories(out)
     found.save(out / FILE)
     picture = (out / FILE).with_suffix(".png")
     draw_threshold(found.estimator, picture, name=options.model)
@@ -58,8 +60,6 @@ def _one_layer(options: Calibrate) -> int | None:
 
 def _out_directory(options: Calibrate) -> Path:
     if options.out is not None:
-        if options.out.exists() and not options.out.is_dir():
-            raise OptionError(f"{options.out} is not a directory")
         return options.out
     path = threshold_file(options.model, options.exits).parent
     if options.exits is None and not (path / "config.json").is_file():

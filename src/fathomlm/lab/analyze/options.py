@@ -19,7 +19,7 @@ from fathomlm.cli.common import (
 )
 from fathomlm.cli.decoding import MessageOptions
 from fathomlm.cli.display import model_name
-from fathomlm.cli.first import check_model, check_shape
+from fathomlm.cli.first import check_model, check_shape, check_written_directory
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.sampling import Sampling
 from fathomlm.decode.threshold import ThresholdOptions
@@ -257,5 +257,6 @@ class Calibrate(TextOptions, ModelOptions, ExitPackOptions, JsonOptions):
     confidence: str | None = like(Exiting, "confidence")
     rule: ThresholdOptions = section(ThresholdOptions)
     out: Path | None = option(
-        None, metavar="DIR", help="directory to write", default_text="--exits, or MODEL if it is a directory"
-    )
+        None, metavar="DIR", first=check_written_directory, help="directory to write",
+        default_text="--exits, or MODEL if it is a directory",
+    )  # fmt: skip

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from fathomlm.cli.common import SOURCE, ColumnOptions, JsonOptions
-from fathomlm.cli.first import check_shape, check_text
+from fathomlm.cli.first import check_shape, check_text, check_written_directory, check_written_file
 from fathomlm.decode.exiting import DEFAULT_THRESHOLD, Exiting
 from fathomlm.engine.options import EngineOptions
 from fathomlm.errors import OptionError
@@ -65,14 +65,12 @@ class SequenceOptions(ColumnOptions):
     sequences: int = option(32, ge=1, help="--data: number of sequences")
     tokens: int | None = option(None, ge=1, help="--data: tokens of each", default_text=f"the context, at most {TOKENS}")
     prompt_tokens: int = like(PromptOptions, "prompt_tokens", 1, help="--data: how many of them are the prompt")
-    save: Path | None = option(None, metavar="FILE", help="write the depths, for --trajectories")
+    save: Path | None = option(None, metavar="FILE", first=check_written_file, help="write the depths, for --trajectories")
 
     def __post_init__(self) -> None:
         chosen = [name for name in ("trajectories", "depths", "data") if getattr(self, name)]
         if len(chosen) != 1:
             raise OptionError("give the depths of tokens with one of --trajectories FILE, --depths P,P and --data FILE")
-        if self.save is not None and not self.save.absolute().parent.is_dir():
-            raise OptionError(f"cannot write {self.save}: {self.save.parent} is not a directory")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,8 +129,9 @@ class SimulateThroughput(PlannedModelOptions, JsonOptions):
         help=f"{SOURCE}: for --data and --measure, and for --gpu-memory without a preset",
     )  # fmt: skip
     out: Path | None = option(
-        None, metavar="DIR", help="also write simulation.json, and simulation.png where matplotlib is installed"
-    )
+        None, metavar="DIR", first=check_written_directory,
+        help="also write simulation.json, and simulation.png where matplotlib is installed",
+    )  # fmt: skip
     sequences: SequenceOptions = section(SequenceOptions, "sequences")
     costs: CostOptions = section(CostOptions, "times")
     batching: BatchingOptions = section(BatchingOptions, "batching")
@@ -163,7 +162,7 @@ class Thesis(JsonOptions):
 
     table: tuple[Literal["40gb", "16gb"], ...] = option((), help="which table; repeatable", default_text="both")
     sequences: int = option(2000, ge=1, help="sequences of SlimPajama and of RedPajama; the thesis: 20000")
-    out: Path | None = option(None, metavar="FILE", help="also write the JSON object there")
+    out: Path | None = option(None, metavar="FILE", first=check_written_file, help="also write the JSON object there")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,6 +30,7 @@ from importlib.resources import files
 from statistics import fmean
 from typing import Any, Literal
 
+from fathomlm.checkpoints.writing import whole_file
 from fathomlm.cli.display import print_table, progress_bar
 from fathomlm.errors import OptionError, choices
 from fathomlm.lab.common import OnProgress, unwatched
@@ -332,16 +333,14 @@ def _plain(found: tuple[int, ...]) -> Trajectories:
 
 
 def run(options: Thesis) -> int:
-    if options.out is not None and not options.out.absolute().parent.is_dir():
-        raise OptionError(f"cannot write {options.out}: {options.out.parent} is not a directory")
-
     tables = []
     for name in dict.fromkeys(options.table or TABLES):
         with progress_bar(name, unit="rows") as update:
             tables.append(thesis_table(name, options.sequences, update))
     record = {"kind": "simulated thesis", "tables": [_record(table) for table in tables]}
     if options.out is not None:
-        options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        with whole_file(options.out) as temporary:
+            temporary.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
     def show(record: dict[str, Any]) -> None:
         for table in tables:

@@ -10,13 +10,14 @@ from typing import Any
 
 from fathomlm import __version__
 from fathomlm.checkpoints.resolve import decoder_only, parse_device
+from fathomlm.checkpoints.writing import make_directories, whole_file
 from fathomlm.cli.common import memory_errors
 from fathomlm.cli.display import print_table, progress_bar
 from fathomlm.depth import Architecture, DepthPlan, Relaxation
 from fathomlm.depth.presets import PRESETS
 from fathomlm.depth.relaxation import build_relaxation
 from fathomlm.engine.programs.routed import passes_for
-from fathomlm.errors import OptionError, OutputError
+from fathomlm.errors import OptionError, writing
 from fathomlm.lab.bench.models import dummy_dtype, planned_shape
 from fathomlm.lab.bench.options import PlannedModelOptions
 from fathomlm.lab.bench.workload import build_workload
@@ -271,11 +272,10 @@ def title(record: dict[str, Any]) -> str:
 
 
 def write_simulation(out: Path, record: dict[str, Any]) -> list[str]:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "simulation.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise OutputError(f"cannot write into {out}: {error}") from error
+    with writing(out):
+        make_directories(out)
+    with whole_file(out / "simulation.json") as temporary:
+        temporary.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     try:
         check_matplotlib()
     except OptionError:

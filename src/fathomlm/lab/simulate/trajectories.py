@@ -15,6 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
+from fathomlm.checkpoints.writing import whole_file
 from fathomlm.depth.bounds import BOUNDS
 from fathomlm.errors import DataError, OptionError
 from fathomlm.jsonfile import Fields, read_lines, shown_name
@@ -149,7 +150,8 @@ def write_trajectories(path: Path, trajectories: Trajectories) -> None:
     t = trajectories
     head = {"source": t.source, "label": t.label, "deepest": t.deepest}
     lines = [head, *({"prompt": sequence.prompt, "depths": list(sequence.depths)} for sequence in t.sequences)]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    with whole_file(path) as temporary:
+        temporary.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
 
 def _head(path: Path, found: Fields) -> dict[str, Any]:
