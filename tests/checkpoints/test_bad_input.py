@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 import fathomlm
 from fathomlm.checkpoints.native import save
 from fathomlm.errors import CheckpointError, FathomError, ModelNotFound, OptionError, UnsupportedModel
+from fathomlm.train.data.tokenizers import byte_tokenizer
 from parity.families import tiny
 
 
@@ -149,6 +150,16 @@ def test_unsupported_family_or_option(copy, changes, says):
         fathomlm.load(copy)
 
 
+@pytest.mark.parametrize("kind", ["int8", "uint8", "float8_e4m3fn"])
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight"])
+def test_quantised_weights_whose_configuration_does_not_say_so(copy, kind, name):
+    tensors = load_file(copy / "model.safetensors")
+    save_file({**tensors, name: tensors[name].to(getattr(torch, kind))}, copy / "model.safetensors")
+    for read in (fathomlm.load, lambda source: fathomlm.convert(source, recursions=2)):
+        with pytest.raises(UnsupportedModel, match=rf"'{name}' is quantised \({kind}\); give the unquantised"):
+            read(copy)
+
+
 def test_a_tensor_without_a_place(copy):
     tensors = load_file(copy / "model.safetensors")
     save_file({**tensors, "model.layers.0.self_attn.q_norm.weight": torch.ones(8)}, copy / "model.safetensors")
@@ -214,6 +225,14 @@ def test_a_native_directory_with_a_broken_configuration(sound, tmp_path, changes
 def test_a_corrupt_tokenizer(copy):
     (copy / "tokenizer.json").write_text("{broken")
     (copy / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    with pytest.raises(CheckpointError, match="tokenizer cannot be read"):
+        fathomlm.load(copy)
+
+
+def test_a_tokenizer_whose_configuration_cannot_be_used(copy):
+    byte_tokenizer().save_pretrained(copy)
+    config = json.loads((copy / "tokenizer_config.json").read_text())
+    (copy / "tokenizer_config.json").write_text(json.dumps({**config, "model_max_length": "long"}))
     with pytest.raises(CheckpointError, match="tokenizer cannot be read"):
         fathomlm.load(copy)
 

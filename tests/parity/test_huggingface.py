@@ -58,6 +58,20 @@ def test_greedy_text_equal(pair):
     assert list(row.tokens) == expected[0, 24:].tolist()
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "neox"])
+@torch.inference_mode()
+def test_a_scaling_that_was_added_by_hand_counts(name, tmp_path):
+    """As the cards of some models say, to stretch the context: `rope_scaling` beside the newer `rope_parameters`."""
+    plain = tiny(name)
+    plain.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert "rope_parameters" in config
+    (tmp_path / "config.json").write_text(json.dumps({**config, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}))
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path)(TOKENS).logits
+    assert (plain(TOKENS).logits - expected).abs().max() > 0.01
+    torch.testing.assert_close(fathomlm.load(tmp_path)(TOKENS).logits, expected, rtol=0, atol=1e-5)
+
+
 def test_configuration_survives_the_way_there_and_back(pair):
     _, ours, directory = pair
     architecture = ours.architecture

@@ -59,14 +59,24 @@ class HuggingFaceCheckpoint:
         stored, part = stored_as(self._family, name)
         where = hf_name(self._family, stored)
         if "*" in where:
-            return torch.stack([self._shards.get(each) for each in self._numbered(where)])
-        tensor = self._shards.get(where)
+            return torch.stack([self._floats(each) for each in self._numbered(where)])
+        tensor = self._floats(where)
         if part is None:
             return tensor
         fusion = self._family.fusion(part, name.rpartition(".")[2])
         assert fusion is not None
         tensor = fusion.split(tensor, part, self.architecture)
         return self._family.sorted_rows(part, tensor, self.architecture.head_dim)
+
+    def _floats(self, name: str) -> torch.Tensor:
+        """A stored tensor. Integers and floats of 8 bits mean nothing without scales that only their quantizer knows."""
+        tensor = self._shards.get(name)
+        if not tensor.is_floating_point() or tensor.itemsize < 2:
+            kind = str(tensor.dtype).removeprefix("torch.")
+            raise UnsupportedModel(
+                f"{self._directory}: '{name}' is quantised ({kind}); give the unquantised checkpoint or a GGUF file"
+            )
+        return tensor
 
     def tokenizer(self) -> Any | None:
         return read_tokenizer(self._directory, self._config)
@@ -163,7 +173,9 @@ def read_tokenizer(directory: Path, config: dict[str, Any] | None = None) -> Any
         trial.check()
     try:
         with no_panic(str(directory)):
-            return AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False, **more)
+            found = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False, **more)
+            found("")  # what its configuration says of lengths and padding is read only now
+            return found
     except FathomError:
         raise
     except Exception as error:  # the tokenizers library raises a bare Exception on a corrupt tokenizer.json
@@ -218,8 +230,8 @@ class Seq2SeqCheckpoint(HuggingFaceCheckpoint):
 
     def tensor(self, name: str) -> torch.Tensor:
         if name == "embed.weight":
-            return self._shards.get(self._embedding)
-        return self._shards.get(name if name.startswith("encoder.") else hf_name(self._family, name))
+            return self._floats(self._embedding)
+        return self._floats(name if name.startswith("encoder.") else hf_name(self._family, name))
 
     @property
     def _embedding(self) -> str:

@@ -68,7 +68,9 @@ def read_gemma3(config: Config) -> Architecture:
     kinds = ["full_attention" if (i + 1) % pattern == 0 else "sliding_attention" for i in range(shape["layers"])]
     parameters = config.record("rope_parameters", default=None)
     theta = config.number("rope_theta", default=1_000_000.0)
-    old = read_rope(config.record("rope_scaling", default=None), theta, "gemma3_text")
+    scaling = config.record("rope_scaling", default=None)
+    full = parameters.record("full_attention") if parameters else None
+    full = full.replaced(scaling.values) if full and scaling else full or scaling
     local = parameters.record("sliding_attention", default=None) if parameters else None
     local_theta = config.number("rope_local_base_freq", default=10_000.0)
     return Architecture(
@@ -80,7 +82,7 @@ def read_gemma3(config: Config) -> Architecture:
         activation=activation_of(config.text("hidden_activation", default="gelu_pytorch_tanh"), "gemma3"),
         residual="sandwich",
         qk_norm=True,
-        rope=read_rope(parameters.record("full_attention"), 1_000_000.0, "gemma3_text") if parameters else old,
+        rope=read_rope(full, theta, "gemma3_text"),
         local_rope=read_rope(local, local_theta, "gemma3_text"),
         windows=windows_of(config, shape["layers"], kinds, None if "sliding_window" in config else 4096),
         attention_scale=config.number("query_pre_attn_scalar", at_least=1e-6, default=256.0) ** -0.5,

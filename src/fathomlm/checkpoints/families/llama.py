@@ -18,6 +18,7 @@ from fathomlm.checkpoints.families.shared import (
     Family,
     Fusion,
     llama_traits,
+    rope_fields,
     size,
     windows_of,
     write_common,
@@ -112,7 +113,7 @@ def read_phi(config: Config) -> Architecture:
         if config.flag(name, default=False):
             raise UnsupportedModel(f"phi3 with {name} is not supported")
     traits = llama_traits(_with_original(config), "phi3")
-    parameters = config.record("rope_parameters", default=None)
+    parameters = rope_fields(config)
     fraction = config.number("partial_rotary_factor", default=1.0)
     fraction = parameters.number("partial_rotary_factor", default=fraction) if parameters else fraction
     if traits["rope"].scaling == "longrope":

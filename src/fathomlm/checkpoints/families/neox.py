@@ -15,6 +15,7 @@ from fathomlm.checkpoints.families.shared import (
     common,
     read_rope,
     rope_dict,
+    rope_fields,
 )
 from fathomlm.depth import Architecture
 
@@ -36,7 +37,7 @@ NEOX_OUTER = {
 
 def read_neox(config: Config) -> Architecture:
     sizes, bias = common(config), config.flag("attention_bias", default=True)
-    parameters = config.record("rope_parameters", default=None)
+    parameters = rope_fields(config)
     fraction = config.number("rotary_pct", default=0.25)
     fraction = parameters.number("partial_rotary_factor", default=fraction) if parameters else fraction
     theta = config.number("rotary_emb_base", default=config.number("rope_theta", default=10_000.0))
@@ -52,7 +53,7 @@ def read_neox(config: Config) -> Architecture:
         qkv_bias=bias,
         o_bias=bias,
         mlp_bias=True,
-        rope=read_rope(parameters or config.record("rope_scaling", default=None), theta, "gpt_neox"),
+        rope=read_rope(parameters, theta, "gpt_neox"),
         rotary_fraction=fraction,
     )
 

@@ -198,8 +198,14 @@ def _read_longrope(found: Fields, theta: float, context: int) -> Rope:
     )
 
 
+def rope_fields(config: Config) -> Fields | None:
+    """The rotary fields. Where a configuration has both spellings, the older one counts, as it does in transformers: people
+    add it by hand to what a newer version wrote, to stretch the context."""
+    return config.record("rope_scaling", default=None) or config.record("rope_parameters", default=None)
+
+
 def rope_of(config: Config, default_theta: float = 10_000.0) -> Rope:
-    parameters = config.record("rope_parameters", default=None) or config.record("rope_scaling", default=None)
+    parameters = rope_fields(config)
     context = size(config, "max_position_embeddings", "context", 2048)
     return read_rope(parameters, config.number("rope_theta", default=default_theta), config.text("model_type"), context)
 
