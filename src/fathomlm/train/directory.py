@@ -87,10 +87,15 @@ def prune(checkpoints: Path, keep: int, protected: set[int]) -> None:
     steps = sorted(saved_steps(checkpoints))
     for step in steps[:-keep] if keep else []:
         if step not in protected:
-            going = checkpoints / f".{step_name(step)}.replaced-{os.getpid()}"  # what `clean_up` finishes if we are killed
-            (checkpoints / step_name(step)).rename(going)
-            sync_directory(checkpoints)  # or a half-deleted one could be met under its own name
-            shutil.rmtree(going, ignore_errors=True)
+            remove(checkpoints / step_name(step))
+
+
+def remove(checkpoint: Path) -> None:
+    """Delete a checkpoint: under another name, or a half-deleted one could be met under its own."""
+    going = checkpoint.with_name(f".{checkpoint.name}.replaced-{os.getpid()}")  # what `clean_up` finishes if we are killed
+    checkpoint.rename(going)
+    sync_directory(checkpoint.parent)
+    shutil.rmtree(going, ignore_errors=True)
 
 
 def set_aside(checkpoint: Path) -> Path:

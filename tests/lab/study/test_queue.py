@@ -55,6 +55,9 @@ class Machine:
         finished = {"status": "finished", "loss": 1.0, "tokens_per_s": self.rate, "seconds": 1.0}
         return self.failed(job, "") | finished | {"overhead_seconds": OVERHEAD, "environment": {"device": "fake"}}
 
+    def tidy(self, job: Job) -> None:
+        """There is nothing to remove."""
+
     def failed(self, job: Job, reason: str) -> Record:
         run = job.run
         return {

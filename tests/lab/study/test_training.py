@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +13,18 @@ import pytest
 import torch
 
 from fathomlm.cli.main import main
-from fathomlm.errors import DataError
+from fathomlm.errors import DataError, OutputError
 from fathomlm.lab.study import training as guards
 from fathomlm.lab.study.jobs import Place, jobs_of, recipe_of
 from fathomlm.lab.study.ledger import Ledger
 from fathomlm.lab.study.queue import RESERVE, Outcome, Pace, Visit, work_off
 from fathomlm.lab.study.spec import Study, build_study, read_study
 from fathomlm.lab.study.training import Guard, TrainingExecutor
+from fathomlm.train import directory as directories
 from fathomlm.train.data.corpus import Corpus
 from fathomlm.train.report import SilentWatcher
 from fathomlm.train.setup import build_student, make_loader
+from interrupting import interrupted_everywhere
 
 Values = Callable[..., dict[str, Any]]
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -64,6 +68,67 @@ def test_variants_of_a_seed_start_alike_and_read_the_same_batches(
 
 def finals(where: Path, study: str = "small") -> dict[str, float]:
     return {f"{r['variant']}/{r['budget']}/{r['seed']}": r["loss"] for r in Ledger(where / "ledger").read(study)}
+
+
+class Counting(SilentWatcher):
+    """How many steps were trained."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def step(self, step: int, total: int, live: dict[str, Any]) -> None:
+        self.steps += 1
+
+
+def test_a_run_whose_record_could_not_be_kept_is_not_trained_again(
+    values: Values, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study, watcher = build_study(values(variants={"plain": {}}, seeds=[0], claims=[]), "test"), Counting()
+    again: dict[str, Any] = {"executor": {"watch": lambda job: watcher}}
+    with monkeypatch.context() as full:
+        full.setattr(Ledger, "add", lambda *_: (_ for _ in ()).throw(OutputError("the disk is full")))
+        with pytest.raises(OutputError, match="the disk is full"):
+            make(study, corpus, tmp_path, **again)
+    assert watcher.steps == 8
+    again = {"executor": {"watch": lambda job: watcher}}
+    assert make(study, corpus, tmp_path, **again).finished == ["small/plain/short/0"]
+    assert watcher.steps == 8
+    make(study, corpus, tmp_path / "beside")
+    assert finals(tmp_path) == finals(tmp_path / "beside")
+    assert not list((tmp_path / "work").rglob("step-*"))
+
+
+def test_an_interrupt_before_any_line_leaves_checkpoints_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lay_out() -> None:
+        shutil.rmtree(tmp_path / "checkpoints", ignore_errors=True)
+        for step in (1, 2):
+            (place := tmp_path / f"checkpoints/step-{step:08d}/training").mkdir(parents=True)
+            (place / "state.json").touch()
+            (place.parent / "model.safetensors").touch()
+
+    def check() -> int:
+        left = sorted((tmp_path / "checkpoints").glob("step-*"))
+        assert all(len([path for path in each.rglob("*") if path.is_file()]) == 2 for each in left)
+        lay_out()
+        return len(left)
+
+    def half(path: Path, **how: Any) -> None:
+        (path / "model.safetensors").unlink()
+        raise KeyboardInterrupt
+
+    work, seen = partial(guards._remove, tmp_path, spare=None), set()
+    for module in (guards, directories):
+        lay_out()
+        seen |= {check() for _ in interrupted_everywhere(work, module)}
+    assert seen == {0, 1, 2}
+    lay_out()
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr("fathomlm.train.directory.shutil.rmtree", half)
+        with pytest.raises(KeyboardInterrupt):
+            work()
+    assert check() == 1
 
 
 class FallingClock:

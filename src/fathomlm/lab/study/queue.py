@@ -193,6 +193,10 @@ class Executor(Protocol):
 
     def failed(self, job: Job, reason: str) -> Record: ...
 
+    def tidy(self, job: Job) -> None:
+        """Remove what a finished run needs no more, once its record is kept: until then that is all there is of it."""
+        ...
+
 
 @dataclass(slots=True)
 class Outcome:
@@ -290,6 +294,7 @@ def work_off(
                 break
             continue
         ledger.add(job.run.study, [record])
+        executor.tidy(job)
         pace.learn(record)
         outcome.finished.append(job.name)
         log(f"{job.name}: loss {record['loss']:.4f} after {record['seconds']:,.0f} s")

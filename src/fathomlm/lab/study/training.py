@@ -8,7 +8,6 @@ equals a direct run bit for bit, so records do not depend on whether the disk wa
 from __future__ import annotations
 
 import hashlib
-import shutil
 import signal
 import subprocess
 import time
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 
 import fathomlm
-from fathomlm.errors import DataError, OptionError
+from fathomlm.errors import DataError, OptionError, writing
 from fathomlm.kernels.recompiling import allow_recompiling
 from fathomlm.lab.common import environment as measured_in
 from fathomlm.lab.common import free_memory
@@ -35,7 +34,7 @@ from fathomlm.lab.study.ledger import Record, identifying_settings
 from fathomlm.lab.study.queue import Broken, Stopped, Visit, overhead_of
 from fathomlm.lab.study.spec import Budget, Planned, Study
 from fathomlm.model.hub import FathomForCausalLM
-from fathomlm.train.directory import newest_whole
+from fathomlm.train.directory import newest_whole, remove
 from fathomlm.train.report import SilentWatcher, Watcher, read_records, strict
 from fathomlm.train.run import TrainingResult, train
 from fathomlm.train.state import read_state, saved_steps, step_name
@@ -119,7 +118,6 @@ class TrainingExecutor:
             record |= {"scores": strict(found.pop(FULL.name)), "exit_scores": strict(found)}
             free_memory()
         record["processes"] = max(processes, self._processes())
-        self._tidy(job)
         return record
 
     def failed(self, job: Job, reason: str) -> Record:
@@ -224,7 +222,7 @@ class TrainingExecutor:
                 return path
         return None
 
-    def _tidy(self, job: Job) -> None:
+    def tidy(self, job: Job) -> None:
         """Remove checkpoints that nobody needs any more: a study's runs together would fill a disk."""
         if self._keep:
             return
@@ -240,11 +238,12 @@ def loss_of(parts: dict[str, float]) -> float:
 
 
 def _remove(directory: Path, *, spare: int | None) -> None:
-    for step, path in saved_steps(directory / "checkpoints").items():
-        if step != spare:
-            shutil.rmtree(path, ignore_errors=True)
-    for link in ("last", "best"):
-        (directory / link).unlink(missing_ok=True)
+    with writing(directory):
+        for link in ("last", "best"):
+            (directory / link).unlink(missing_ok=True)
+        for step, path in saved_steps(directory / "checkpoints").items():
+            if step != spare:
+                remove(path)
 
 
 def commit_of_checkout() -> str | None:
