@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from fathomlm.depth.cost import count as count
     from fathomlm.depth.presets import preset as preset
     from fathomlm.engine.async_engine import AsyncEngine as AsyncEngine
-    from fathomlm.engine.async_engine import Stream as Stream
     from fathomlm.engine.engine import Engine as Engine
     from fathomlm.engine.options import EngineOptions as EngineOptions
     from fathomlm.engine.options import RestartPolicy as RestartPolicy
@@ -51,6 +50,7 @@ if TYPE_CHECKING:
     from fathomlm.engine.request import Result as Result
     from fathomlm.engine.request import TokenEvent as TokenEvent
     from fathomlm.engine.session import EngineSession as EngineSession
+    from fathomlm.engine.stream import Stream as Stream
     from fathomlm.errors import CheckpointError as CheckpointError
     from fathomlm.errors import DataError as DataError
     from fathomlm.errors import EngineStopped as EngineStopped
@@ -95,11 +95,12 @@ _MODULES = {
     "fathomlm.depth": "Architecture DepthPlan Relaxation Routing build_routing",
     "fathomlm.depth.cost": "count",
     "fathomlm.depth.presets": "preset",
-    "fathomlm.engine.async_engine": "AsyncEngine Stream",
+    "fathomlm.engine.async_engine": "AsyncEngine",
     "fathomlm.engine.engine": "Engine",
     "fathomlm.engine.options": "EngineOptions RestartPolicy",
     "fathomlm.engine.request": "Finished Request Result TokenEvent",
     "fathomlm.engine.session": "EngineSession",
+    "fathomlm.engine.stream": "Stream",
     "fathomlm.errors": "CheckpointError DataError EngineStopped FathomError ModelNotFound OptionError "
     "OutputError PlanError QueueFull RequestTooLarge TrainingError UnsupportedModel",
     "fathomlm.model.decoder": "Decoder",

@@ -14,8 +14,9 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from fathomlm.engine.async_engine import AsyncEngine, Stream
+from fathomlm.engine.async_engine import AsyncEngine
 from fathomlm.engine.request import Event, Finished, Request, Result
+from fathomlm.engine.stream import Stream
 from fathomlm.errors import FathomError
 from fathomlm.serve.connections import HALF_CLOSED
 from fathomlm.serve.errors import INTERNAL, ApiError, as_api_error, json_response, to_json
