@@ -14,7 +14,8 @@ from fathomlm.depth import DepthPlan, build_routing
 from fathomlm.engine.engine import Engine
 from fathomlm.engine.options import EngineOptions
 from fathomlm.engine.sizing import ample_memory
-from fathomlm.lab.bench.measure import DepthChoice, LatencySummary, Measurement, Timing, measure, stage_shares
+from fathomlm.lab.bench.depth import DepthChoice
+from fathomlm.lab.bench.measure import LatencySummary, Measurement, Timing, measure, stage_shares
 from fathomlm.lab.bench.models import plain_model, random_model, with_context
 from fathomlm.lab.bench.play import RequestTimes, WorkloadRun, play, warm_up
 from fathomlm.lab.bench.timed import STAGES, StageClock, TimedEngine

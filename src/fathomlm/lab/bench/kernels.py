@@ -34,7 +34,7 @@ from fathomlm.kernels.triton_here import triton
 from fathomlm.lab.bench.floor import reading_speed
 from fathomlm.lab.bench.models import dummy_dtype, engine_device
 from fathomlm.lab.bench.options import Kernels
-from fathomlm.lab.bench.run import Found, about, ms, percent, tell_interrupted
+from fathomlm.lab.bench.report import Found, about, ms, percent, tell_interrupted
 from fathomlm.lab.common import OnProgress, unwatched
 from fathomlm.model.blocks import build_block
 

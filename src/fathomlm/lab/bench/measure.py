@@ -8,21 +8,17 @@ import math
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import numpy as np
 
-from fathomlm.decode.exiting import Exiting
+from fathomlm.lab.bench.depth import DepthChoice, DepthSource
 from fathomlm.lab.bench.floor import decode_step_bytes, size_of
 from fathomlm.lab.bench.play import Sleep, WorkloadRun, play
 from fathomlm.lab.bench.timed import TimedEngine
 from fathomlm.lab.bench.workload import Workload
 from fathomlm.lab.common import OnProgress, unwatched
-
-DepthSource = Literal["full", "router", "confidence", "forced"]
-"""What says how deep a token goes: nothing, they all run every layer; a router; how sure an exit is; a draw, for
-measurements."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,21 +154,6 @@ class Measurement:
         found = asdict(self)
         found["depth"]["ran"] = {str(depth): part for depth, part in self.depth.ran.items()}
         return found
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DepthChoice:
-    """What was chosen for one model: what says how deep tokens go, that in words, and what the engine has to know."""
-
-    source: DepthSource = "full"
-    label: str = "every token runs every layer"
-    exiting: Exiting | None = None
-    fields: dict[str, Any] = field(default_factory=dict)
-    """Of `EngineOptions`."""
-
-    def __post_init__(self) -> None:
-        # A figure with depths that no model chose must say so wherever it goes.
-        assert (self.source == "forced") == self.label.startswith("forced"), "forced depths are called that"
 
 
 def measure(

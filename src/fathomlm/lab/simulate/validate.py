@@ -22,7 +22,8 @@ from fathomlm.errors import OptionError
 from fathomlm.lab.bench.measure import Timing
 from fathomlm.lab.bench.models import planned_shape
 from fathomlm.lab.bench.play import play, warm_up
-from fathomlm.lab.bench.run import LOWER, Bench, about
+from fathomlm.lab.bench.report import about
+from fathomlm.lab.bench.run import LOWER, Bench
 from fathomlm.lab.bench.timed import TimedEngine
 from fathomlm.lab.bench.workload import Workload
 from fathomlm.lab.common import OnProgress, unwatched
