@@ -12,7 +12,7 @@ import pytest
 
 from fathomlm.cli.display import model_name
 from fathomlm.cli.main import main
-from fathomlm.lab.analyze import kv, routing_report
+from fathomlm.lab.analyze import kv_report, routing_report
 from lab.analyze.tiny import model_of, saved, text_file
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -82,7 +82,7 @@ def test_kv_of_data_and_of_a_text(routed: str, plain: str, data: str, tmp_path: 
     assert "cosine tied" in capsys.readouterr().out
     record = json.loads((out / "kv.json").read_text())
     assert (record["rows"], record["context"], len(record["hidden"]["cosine"])) == (1, 64, 9)
-    monkeypatch.setattr(kv, "draw_kv", lambda numbers, name, out: out.write_bytes(b"picture"))
+    monkeypatch.setattr(kv_report, "draw_kv", lambda numbers, name, out: out.write_bytes(b"picture"))
     assert main(["analyze", "kv", plain, "--text", "six feet", "--out", str(out), "--force", "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert (record["rows"], record["context"], record["steps"], record["data"]) == (1, 8, 8, ["--text"])

@@ -110,7 +110,9 @@ COMMANDS: dict[str, Command] = {
             "routing": _lab(
                 "analyze", "AnalyzeRouting", "routing_report:run", "how deep tokens go, and how well routers decide"
             ),
-            "kv": _lab("analyze", "KeysAndValues", "kv:run", "how hidden states, keys and values change from step to step"),
+            "kv": _lab(
+                "analyze", "KeysAndValues", "kv_report:run", "how hidden states, keys and values change from step to step"
+            ),
             "exits": _lab(
                 "analyze", "Exits", "exits_report:run", "agreement, confidence and time of every layer as an exit"
             ),

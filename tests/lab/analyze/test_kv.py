@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fathomlm.depth import Relaxation
-from fathomlm.lab.analyze.kv import KVNumbers, StateMaps, _KVSums, kv_table, measure
+from fathomlm.lab.analyze.kv import KVNumbers, StateMaps, _KVSums, measure
+from fathomlm.lab.analyze.kv_report import kv_table
 from fathomlm.lab.token_rows import TokenRows, find, read_rows, text_row
 from fathomlm.model.hub import FathomForCausalLM
 from fathomlm.model.route import RoutingTrace

@@ -11,8 +11,8 @@ import pytest
 from fathomlm.cli.display import label, pieces, token_text, visible
 from fathomlm.depth.colours import depth_colours, ink, luminance
 from fathomlm.errors import OutputError
-from fathomlm.lab.analyze import kv, routing, routing_report
-from fathomlm.lab.analyze.kv import draw_kv, kv_page, write_kv
+from fathomlm.lab.analyze import kv, kv_report, routing, routing_report
+from fathomlm.lab.analyze.kv_report import draw_kv, kv_page, write_kv
 from fathomlm.lab.analyze.pictures import lay
 from fathomlm.lab.analyze.report import About
 from fathomlm.lab.analyze.routing import RoutingNumbers, ShownToken
@@ -175,7 +175,7 @@ def test_all_files_of_an_analysis(numbers: RoutingNumbers, tmp_path: Path) -> No
 
 
 def test_a_directory_is_replaced_whole(kv_numbers: kv.KVNumbers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv, "draw_kv", lambda numbers, name, out: out.write_bytes(b"picture"))
+    monkeypatch.setattr(kv_report, "draw_kv", lambda numbers, name, out: out.write_bytes(b"picture"))
     out = tmp_path / "kv"
     out.mkdir()
     write_kv(kv_numbers, ABOUT, out)  # an empty directory is as good as none
