@@ -10,8 +10,9 @@ from typing import Literal
 
 import pytest
 
+from fathomlm.cli.flags import add_flags, from_args
 from fathomlm.errors import OptionError, choices
-from fathomlm.options import add_flags, bounds, check, from_args, option, section
+from fathomlm.options import bounds, check, option, section
 from fathomlm.sizes import parse_amount
 
 

@@ -1,4 +1,5 @@
-"""Options stated once: a dataclass field holds an option's type, default, bounds and help; flags and checks follow from it.
+"""Options stated once: a dataclass field holds an option's type, default, bounds and help; checks, and flags (`cli.flags`),
+follow from it.
 
     @dataclass(frozen=True, kw_only=True)
     class Sampling:
@@ -8,16 +9,12 @@
         def __post_init__(self) -> None:
             check(self)
 
-    add_flags(parser, Sampling)           # --max-new-tokens N, --top-p P
-    sampling = from_args(Sampling, args)
-
 `check` names fields ("top_p must be > 0 and <= 1, got 2"), flags name themselves ("--top-p must be ..."). A field without
 help has no flag. `bounds` gives a field's bounds under the names that pydantic takes.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import inspect
@@ -30,15 +27,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fathomlm.errors import OptionError, is_int, is_number, nearest
-from fathomlm.sizes import format_size, parse_size
 
 T = TypeVar("T")
 _OPTION, _SECTION = "option", "section"
-_WIDEST = 48
-"""Characters of choices that stand in place of a flag's value; longer lists go behind its help."""
-_MOST = 2**31 - 1
-"""Of an integer flag that has no bound of its own: beyond it numbers overflow somewhere below."""
-_METAVARS: dict[type, str] = {int: "N", float: "X", str: "TEXT", Path: "PATH"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,9 +79,9 @@ class Option:
     def rule(self) -> str:
         """The bounds in words; empty where there are none."""
         if self.ge is not None and self.le is not None:
-            return f"between {_number(self.ge)} and {_number(self.le)}"
+            return f"between {format_number(self.ge)} and {format_number(self.le)}"
         limits = ((">", self.gt), (">=", self.ge), ("<", self.lt), ("<=", self.le))
-        return " and ".join(f"{sign} {_number(limit)}" for sign, limit in limits if limit is not None)
+        return " and ".join(f"{sign} {format_number(limit)}" for sign, limit in limits if limit is not None)
 
     def holds(self, value: float) -> bool:
         return (
@@ -161,7 +152,7 @@ def section(
 
 
 @dataclass(frozen=True, slots=True)
-class _Field:
+class OptionField:
     """A dataclass field with its option and its type taken apart."""
 
     name: str
@@ -187,7 +178,7 @@ def check(instance: Any, prefix: str = "", *, inside: bool = True) -> None:
     """Refuse values that break their field's type, choices or bounds; also those of dataclasses `inside`, by dotted names,
     unless they have checked themselves."""
     cls: type = type(instance)
-    for field in _fields(cls):
+    for field in option_fields(cls):
         value = getattr(instance, field.name)
         if value is None and field.optional:
             continue
@@ -195,12 +186,12 @@ def check(instance: Any, prefix: str = "", *, inside: bool = True) -> None:
         if field.option.also is not None:
             field.option.also(name, value)
         if not field.many:
-            _check_value(field, name, value)
+            check_value(field, name, value)
         elif not isinstance(value, list | tuple):
             raise OptionError(f"{name} must be a list, got {value!r:.60}")
         else:
             for item in value:
-                _check_value(field, name, item)
+                check_value(field, name, item)
     for other in dataclasses.fields(instance) if inside else ():
         inner = getattr(instance, other.name)
         if dataclasses.is_dataclass(inner) and not isinstance(inner, type):
@@ -235,73 +226,20 @@ def bounds(cls: type, name: str) -> dict[str, Any]:
     return {key: limit for key, limit in limits.items() if limit is not None}
 
 
-def add_flags(
-    parser: argparse.ArgumentParser | argparse._ArgumentGroup,
-    cls: type,
-    *,
-    only: Collection[str] = (),
-    skip: Collection[str] = (),
-    title: str | None = None,
-    description: str | None = None,
-    **defaults: Any,
-) -> None:
-    """Add a flag for every option of a dataclass, or for `only` some, under `defaults` of the parser's own where given."""
-    target = parser.add_argument_group(title, description) if title is not None else parser
-    described = {field.name: field for field in _fields(cls)}
-    hints = typing.get_type_hints(cls)
-    for name in _order(cls):
-        if name in skip or (only and name not in only):
-            continue
-        field = described.get(name)
-        inner = _section(cls, name)
-        if inner is not None:
-            add_flags(
-                parser, hints[name], only=inner.only, skip=inner.skip, title=inner.title, description=inner.description,
-                **inner.defaults,
-            )  # fmt: skip
-        elif field is not None and field.option.help:
-            _add_flag(target, dataclasses.replace(field, default=defaults.get(name, _default(cls, name))))
-
-
-def _order(cls: type) -> list[str]:
-    """Arguments first, then the flags of the class itself before those that it inherits."""
-    names = [field.name for field in dataclasses.fields(cls)]
-    positional = [field.name for field in _fields(cls) if field.option.positional]
-    declared = [name for each in cls.__mro__ for name in inspect.get_annotations(each) if name in names]
-    return list(dict.fromkeys((*positional, *declared)))
-
-
-def from_args(cls: type[T], args: argparse.Namespace, **values: Any) -> T:
-    """The dataclass that parsed flags describe; `values` are fields that had none."""
-    hints = typing.get_type_hints(cls)
-    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
-        if field.name in values:
-            continue
-        inner = _section(cls, field.name)
-        if inner is not None:
-            # Fields without a flag here are the section's own, even where another flag has their name.
-            unflagged = {each.name: each.default for each in _fields(hints[field.name]) if not inner.flags(each.name)}
-            values[field.name] = from_args(hints[field.name], args, **unflagged | inner.unflagged)
-        elif _OPTION in field.metadata and hasattr(args, field.name):
-            values[field.name] = getattr(args, field.name)
-    found = cls(**values)
-    _check_required(found, lambda field: field.flag)
-    return found
-
-
 def check_required(instance: Any, prefix: str = "") -> None:
     """Refuse fields that mean nothing without another one, by dotted names; also those of dataclasses inside."""
-    _check_required(instance, lambda field: prefix + field.name)
+    check_required_as(instance, lambda field: prefix + field.name)
     for other in dataclasses.fields(instance):
         inner = getattr(instance, other.name)
         if dataclasses.is_dataclass(inner) and not isinstance(inner, type):
             check_required(inner, f"{prefix}{other.name}.")
 
 
-def _check_required(instance: Any, named: Callable[[_Field], str]) -> None:
-    """Only what differs from its default was given."""
+def check_required_as(instance: Any, named: Callable[[OptionField], str]) -> None:
+    """The same of one dataclass alone, whose fields are called what `named` says. Only what differs from its default was
+    given."""
     cls: type = type(instance)
-    fields = {field.name: field for field in _fields(cls)}
+    fields = {field.name: field for field in option_fields(cls)}
     for field in fields.values():
         if not field.option.requires or getattr(instance, field.name) == field.default:
             continue
@@ -313,17 +251,19 @@ def _check_required(instance: Any, named: Callable[[_Field], str]) -> None:
             raise OptionError(f"{named(field)} requires {named(fields[name])}{which}")
 
 
-def _section(cls: type, name: str) -> Section | None:
+def section_of(cls: type, name: str) -> Section | None:
+    """How another dataclass stands in a field; None where the field holds none."""
     found: Section | None = cls.__dataclass_fields__[name].metadata.get(_SECTION)  # type: ignore[attr-defined]
     return found
 
 
 @functools.cache
-def _fields(cls: type) -> tuple[_Field, ...]:
+def option_fields(cls: type) -> tuple[OptionField, ...]:
+    """The options of a dataclass, those inside others left out."""
     return tuple(_read_fields(cls))
 
 
-def _read_fields(cls: type) -> Iterator[_Field]:
+def _read_fields(cls: type) -> Iterator[OptionField]:
     options = [field for field in dataclasses.fields(cls) if _OPTION in field.metadata]
     hints = typing.get_type_hints(cls) if options else {}
     for field in options:
@@ -336,10 +276,11 @@ def _read_fields(cls: type) -> Iterator[_Field]:
         known = described.choices
         if not known and typing.get_origin(kind) is typing.Literal:
             known = tuple(map(str, typing.get_args(kind)))
-        yield _Field(field.name, described, kind, optional, many, length, _default(cls, field.name), known)
+        yield OptionField(field.name, described, kind, optional, many, length, default_of(cls, field.name), known)
 
 
-def _default(cls: type, name: str) -> Any:
+def default_of(cls: type, name: str) -> Any:
+    """A field's default, made anew; `MISSING` where it has none."""
     field = cls.__dataclass_fields__[name]  # type: ignore[attr-defined]
     return field.default if field.default_factory is MISSING else field.default_factory()
 
@@ -351,7 +292,8 @@ def _without_none(hint: Any) -> tuple[Any, bool]:
     return (members[0] if len(members) == 1 else object), len(members) < len(typing.get_args(hint))
 
 
-def _check_value(field: _Field, name: str, value: Any) -> None:
+def check_value(field: OptionField, name: str, value: Any) -> None:
+    """Refuse a value, or an item of one, that breaks its field's type, choices or bounds."""
     described = field.option
     if field.known and value not in field.known:
         shown = str(value)[:60]
@@ -363,7 +305,7 @@ def _check_value(field: _Field, name: str, value: Any) -> None:
         raise OptionError(f"{name} must be {rule}, got {value!r:.60}")
 
 
-def _is_kind(field: _Field, value: Any) -> bool:
+def _is_kind(field: OptionField, value: Any) -> bool:
     if field.kind is int:
         return is_int(value)
     if field.kind is float:
@@ -372,115 +314,5 @@ def _is_kind(field: _Field, value: Any) -> bool:
     return not isinstance(field.kind, type) or field.kind is Path or isinstance(value, field.kind)
 
 
-def _add_flag(target: argparse.ArgumentParser | argparse._ArgumentGroup, field: _Field) -> None:
-    described, names = field.option, [field.flag]
-    if described.positional:
-        names = [field.name]
-    elif described.short is not None:
-        names.insert(0, described.short)
-    if field.kind is bool:
-        action: Any = argparse.BooleanOptionalAction if field.default or field.default is None else "store_true"
-        target.add_argument(*names, dest=field.name, action=action, default=field.default, help=_escaped(described.help))
-        return
-    given: dict[str, Any] = {"type": _reader(field), "metavar": _metavar(field), "help": _escaped(_help(field))}
-    if field.default is not MISSING:
-        given["default"] = field.default
-    if field.many:
-        given["action"] = _Collect
-    if described.positional:
-        nargs = "+" if field.many else None
-        given["nargs"] = nargs if field.default is MISSING else "*" if field.many else "?"
-    else:
-        given |= {"dest": field.name, "required": field.default is MISSING}
-        if field.length is not None or described.nargs is not None:
-            given["nargs"] = described.nargs if field.length is None else field.length
-        if described.const is not None:
-            given |= {"nargs": "?", "const": described.const}
-    target.add_argument(*names, **given)
-
-
-class _Collect(argparse.Action):
-    """The items of a flag that may be given more than once, as one tuple in place of its default."""
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: str | None = None
-    ) -> None:
-        given = values if isinstance(values, list) else [values]
-        before = getattr(namespace, self.dest, None)
-        earlier = () if before is None or before is self.default else before
-        items = () if values is self.default else tuple(item for each in given for item in each)
-        setattr(namespace, self.dest, self.default if values is self.default else (*earlier, *items))
-
-
-def _reader(field: _Field) -> Callable[[str], Any]:
-    """What turns a flag's text into its value, and refuses what breaks the field's rule."""
-    described = field.option
-
-    def one(text: str) -> Any:
-        path = described.positional or described.first is not None or field.kind is Path
-        if path and not text and field.default != "":  # an unset variable; as a path it would be `.`
-            raise OptionError(f"{field.flag} must not be empty")
-        if described.parse is not None:
-            return described.parse(text, field.flag)
-        if described.size is not None:
-            return parse_size(text, field.flag, least=described.size)
-        value = _converted(field.kind, text)
-        _check_value(field, field.flag, text if value is None else value)
-        if field.kind is int and value > _MOST and (described.le, described.lt) == (None, None):
-            raise OptionError(f"{field.flag} must be <= {_MOST}, got {value}")
-        return value
-
-    def read(text: str) -> Any:
-        if not field.many:
-            return one(text)
-        split = described.comma or field.kind in (int, float)
-        return tuple(one(word.strip()) for word in text.split(",")) if split else (one(text),)
-
-    return read
-
-
-def _converted(kind: Any, text: str) -> Any:
-    """The text as its kind; None where it is none of it."""
-    try:
-        return kind(text) if kind in (int, float, Path) else text
-    except ValueError:
-        return None
-
-
-def _metavar(field: _Field) -> str | tuple[str, ...]:
-    described = field.option
-    if described.metavar is not None:
-        return tuple(described.metavar.split()) if field.length is not None else described.metavar
-    shown = "{" + ",".join(field.known) + "}"
-    if field.known and len(shown) <= _WIDEST:
-        return shown
-    if described.positional:
-        return field.name.upper()
-    if described.size is not None:
-        return "SIZE"
-    return "NAME" if field.known else _METAVARS.get(field.kind, "VALUE")
-
-
-def _help(field: _Field) -> str:
-    described, text = field.option, field.option.help
-    if field.known and _metavar(field) != "{" + ",".join(field.known) + "}":
-        text += f" [{', '.join(field.known)}]"
-    if described.default_text is not None:
-        return f"{text} (default: {described.default_text})"
-    if field.default is MISSING or field.default is None or field.default in ("", (), {}):
-        return text
-    return f"{text} (default: {_shown(field)})"
-
-
-def _shown(field: _Field) -> str:
-    if field.option.size is not None:
-        return format_size(field.default)
-    return ",".join(map(_number, field.default if field.many else (field.default,)))
-
-
-def _number(value: Any) -> str:
+def format_number(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _escaped(text: str) -> str:
-    return text.replace("%", "%%")

@@ -22,9 +22,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from fathomlm import __version__
+from fathomlm.cli.flags import add_flags, from_args
 from fathomlm.errors import FathomError, OptionError, choices
 from fathomlm.interrupts import end_without_interrupts, interrupt_within
-from fathomlm.options import add_flags, check_first, from_args
+from fathomlm.options import check_first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
