@@ -10,7 +10,8 @@ from typing import Literal
 import pytest
 
 from fathomlm.errors import CheckpointError, DataError, OptionError, choices, require
-from fathomlm.jsonfile import MAX_DEPTH, MAX_DIGITS, Fields, bounded_lines, parse, parse_object, read_lines, read_object
+from fathomlm.fields import Fields
+from fathomlm.jsonfile import MAX_DEPTH, MAX_DIGITS, bounded_lines, parse, parse_object, read_lines, read_object
 
 
 def fields(text: str) -> Fields:

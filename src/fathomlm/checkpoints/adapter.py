@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from fathomlm.checkpoints.families import family_for, hf_name
 from fathomlm.checkpoints.huggingface import stored_as
 from fathomlm.errors import CheckpointError, OptionError
-from fathomlm.jsonfile import Fields, read_object
+from fathomlm.fields import Fields
+from fathomlm.jsonfile import read_object
 from fathomlm.model.hub import FathomForCausalLM, check_plain
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

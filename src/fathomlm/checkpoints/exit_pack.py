@@ -31,7 +31,8 @@ from fathomlm.checkpoints.writing import THRESHOLD, check_room, whole_directory
 from fathomlm.depth import Architecture, DepthPlan, ExitParts, Relaxation
 from fathomlm.depth.bounds import BOUNDS
 from fathomlm.errors import CheckpointError, FathomError, OptionError, is_int
-from fathomlm.jsonfile import Fields, read_object, shown
+from fathomlm.fields import Fields, shown
+from fathomlm.jsonfile import read_object
 from fathomlm.model.decoder import Decoder
 from fathomlm.model.exits import check_exit_vocab, check_rising
 from fathomlm.model.seq2seq import FathomModel

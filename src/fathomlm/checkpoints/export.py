@@ -27,7 +27,7 @@ from fathomlm.checkpoints.writing import check_room, whole_directory
 from fathomlm.depth import Architecture, DepthPlan, Step
 from fathomlm.depth.cost import parameter_shapes
 from fathomlm.errors import OptionError, choices
-from fathomlm.jsonfile import Fields
+from fathomlm.fields import Fields
 from fathomlm.model.hub import FathomForCausalLM, check_plain
 from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomModel
 

@@ -19,7 +19,8 @@ from fathomlm.depth import Architecture, DepthPlan
 from fathomlm.depth.bounds import BOUNDS
 from fathomlm.depth.cost import parameter_shapes
 from fathomlm.errors import CheckpointError, FathomError, UnsupportedModel
-from fathomlm.jsonfile import Fields, read_object
+from fathomlm.fields import Fields
+from fathomlm.jsonfile import read_object
 from fathomlm.model.encoder import build_encoder, encoder_record
 
 COMPUTED = re.compile(r"rotary_emb\.inv_freq$|attention\.(bias|masked_bias)$|^freqs_cis$")

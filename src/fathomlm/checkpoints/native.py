@@ -26,7 +26,7 @@ from fathomlm.checkpoints.writing import check_room, whole_directory
 from fathomlm.depth import DepthPlan
 from fathomlm.depth.bounds import BOUNDS
 from fathomlm.errors import CheckpointError, FathomError, OptionError, choices
-from fathomlm.jsonfile import Fields
+from fathomlm.fields import Fields
 from fathomlm.kernels.quantized import dequantize_int8, quantize_int8
 from fathomlm.model.encoder import build_encoder
 from fathomlm.model.hub import FathomConfig, check_plain, introduce

@@ -13,7 +13,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from fathomlm.errors import CheckpointError
-from fathomlm.jsonfile import read_object, shown
+from fathomlm.fields import shown
+from fathomlm.jsonfile import read_object
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

@@ -43,7 +43,8 @@ from typing import Any
 from fathomlm.checkpoints.writing import whole_file
 from fathomlm.decode.threshold_samples import BINS, Beta, Samples, Texts, clipped
 from fathomlm.errors import CheckpointError, OptionError, require
-from fathomlm.jsonfile import Fields, parse, read_bytes, shown
+from fathomlm.fields import Fields, shown
+from fathomlm.jsonfile import parse, read_bytes
 from fathomlm.options import check, option
 
 FORMAT = 2

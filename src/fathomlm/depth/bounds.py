@@ -12,7 +12,7 @@ from collections.abc import Collection
 from typing import Any, TypeVar
 
 from fathomlm.errors import FathomError, OptionError
-from fathomlm.jsonfile import Fields, shown
+from fathomlm.fields import Fields, shown
 from fathomlm.options import option
 
 T = TypeVar("T")

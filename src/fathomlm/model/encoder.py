@@ -18,7 +18,7 @@ from transformers import LongT5Config, LongT5EncoderModel, MT5Config, MT5Encoder
 from fathomlm.depth import Architecture
 from fathomlm.depth.bounds import check_size
 from fathomlm.errors import OptionError, choices, is_number, require
-from fathomlm.jsonfile import shown
+from fathomlm.fields import shown
 
 ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_new", "relu": "relu"}
 """How Hugging Face spells them."""

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from fathomlm.errors import OptionError, choices
-from fathomlm.jsonfile import Fields
+from fathomlm.fields import Fields
 from fathomlm.options import check, check_required
 from fathomlm.sizes import parse_amount
 from fathomlm.train.recipe import ExitRecipe, Recipe

@@ -17,7 +17,8 @@ from safetensors import SafetensorError, safe_open
 
 from fathomlm.checkpoints.writing import SEAL, checksum, is_sealed, seal
 from fathomlm.errors import CheckpointError, TrainingError
-from fathomlm.jsonfile import Fields, read_object, shown
+from fathomlm.fields import Fields, shown
+from fathomlm.jsonfile import read_object
 
 STATE = "training/state.json"
 FORMAT = 2

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fathomlm.errors import DataError, OptionError
-from fathomlm.jsonfile import Fields
+from fathomlm.fields import Fields
 from fathomlm.lab.evaluate.likelihood import FORMS, Question, answer, count, read_task, recognise, samples
 from fathomlm.lab.evaluate.outputs import FULL, Output
 from fathomlm.lab.evaluate.scoring import Score, Scorer, TextEncoder

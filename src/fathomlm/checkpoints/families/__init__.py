@@ -20,7 +20,7 @@ from fathomlm.checkpoints.families import (
 from fathomlm.checkpoints.families.shared import Family
 from fathomlm.depth import Architecture, DepthPlan
 from fathomlm.errors import UnsupportedModel
-from fathomlm.jsonfile import shown
+from fathomlm.fields import shown
 
 FAMILIES: dict[str, Family] = {
     "llama": llama.LLAMA,

@@ -21,7 +21,7 @@ from fathomlm.checkpoints.families.shared import (
 )
 from fathomlm.depth import Architecture
 from fathomlm.errors import UnsupportedModel
-from fathomlm.jsonfile import shown
+from fathomlm.fields import shown
 
 GEMMA3_NAMES = {
     **LLAMA_NAMES,

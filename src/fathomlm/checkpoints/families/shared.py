@@ -13,7 +13,7 @@ from torch import Tensor
 from fathomlm.depth import Architecture, DepthPlan, Rope
 from fathomlm.depth.bounds import BOUNDS
 from fathomlm.errors import UnsupportedModel
-from fathomlm.jsonfile import REQUIRED, Fields
+from fathomlm.fields import REQUIRED, Fields
 
 Config = Fields
 LLAMA_NAMES = {

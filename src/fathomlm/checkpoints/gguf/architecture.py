@@ -18,7 +18,7 @@ import torch
 from fathomlm.checkpoints.gguf.reader import GGUFFile
 from fathomlm.depth import Architecture, DepthPlan, Rope
 from fathomlm.errors import CheckpointError, OptionError, PlanError, UnsupportedModel, is_number
-from fathomlm.jsonfile import REQUIRED, Fields
+from fathomlm.fields import REQUIRED, Fields
 
 _REFUSED = (
     "expert_count",

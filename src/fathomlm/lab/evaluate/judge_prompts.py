@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from fathomlm.errors import DataError, OptionError
-from fathomlm.jsonfile import Fields
+from fathomlm.fields import Fields
 from fathomlm.lab.evaluate.tasks import read_rows, stem
 
 DIMENSIONS = ("relevance", "informativeness", "fluency", "coherence")

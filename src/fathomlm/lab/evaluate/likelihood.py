@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from fathomlm.errors import DataError, OptionError
-from fathomlm.jsonfile import Fields
+from fathomlm.fields import Fields
 from fathomlm.lab.common import OnProgress, unwatched
 from fathomlm.lab.evaluate.scoring import Score, Scorer, TextEncoder, TextPair, perplexity_of
 from fathomlm.lab.evaluate.tasks import Metrics, accuracy_error, named, one_or_more, read_rows, shots_file

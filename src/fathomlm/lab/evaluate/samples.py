@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Protocol
 
 from fathomlm.errors import DataError, OptionError, choices
-from fathomlm.jsonfile import Fields
+from fathomlm.fields import Fields
 from fathomlm.lab.evaluate.likelihood import worked_examples
 from fathomlm.lab.evaluate.tasks import one_or_more, read_rows, shots_file
 

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fathomlm.errors import DataError, OptionError, choices
-from fathomlm.jsonfile import Fields, parse_object
+from fathomlm.fields import Fields
+from fathomlm.jsonfile import parse_object
 from fathomlm.lab.common import OnProgress
 from fathomlm.train.data.sources import MOST, missing, open_lines
 from fathomlm.train.data.tokenizers import one_line, quiet_hub

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from fathomlm.errors import DataError, OptionError, is_number
-from fathomlm.jsonfile import parse, read_bytes, shown, shown_name
+from fathomlm.fields import shown, shown_name
+from fathomlm.jsonfile import parse, read_bytes
 
 PassFill = tuple[str, int]
 """What kind of pass, and how many of its rows stood for a token."""

@@ -18,7 +18,8 @@ from typing import Any, Literal
 from fathomlm.checkpoints.writing import whole_file
 from fathomlm.depth.bounds import BOUNDS
 from fathomlm.errors import DataError, OptionError
-from fathomlm.jsonfile import Fields, read_lines, shown_name
+from fathomlm.fields import Fields, shown_name
+from fathomlm.jsonfile import read_lines
 
 TrajectorySource = Literal["file", "forced", "oracle", "confidence", "router"]
 """A file that does not say; drawn and not decided; the earliest exit that agrees with the last; where an exit was sure; a

@@ -17,7 +17,7 @@ from typing import Any
 from fathomlm.cli.common import JsonOptions
 from fathomlm.cli.display import print_table
 from fathomlm.errors import OptionError, choices
-from fathomlm.jsonfile import Fields
+from fathomlm.fields import Fields
 from fathomlm.train.reading import read_yaml, shipped_directory
 
 KINDS = ("train",)

@@ -9,7 +9,8 @@ from typing import Literal
 
 from fathomlm.checkpoints.writing import SEAL, is_sealed, seal, whole_file
 from fathomlm.errors import DataError
-from fathomlm.jsonfile import Fields, read_object, shown
+from fathomlm.fields import Fields, shown
+from fathomlm.jsonfile import read_object
 from fathomlm.train.data.sources import DataSource
 
 FILE = "corpus.json"
