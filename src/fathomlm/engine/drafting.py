@@ -13,6 +13,7 @@ together end one by one, and the prompts that follow are read one by one.
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, Self
 
@@ -80,11 +81,33 @@ class _Known:
         return max(0.0, seconds - tokens / max(self.rates[self.faster], 1e-9))
 
 
+class Moment(Protocol):
+    """A point in the device's work, which may lie ahead."""
+
+    def until(self, later: Self) -> float:
+        """Seconds; waits for the later one."""
+        ...
+
+
+class TimedBurst(NamedTuple):
+    """A burst on its way, and between which moments of the device it runs."""
+
+    first: int
+    last: int
+    """The numbers of its decode steps."""
+    drafts: bool
+    changed: bool
+    running: int
+    start: Moment
+    end: Moment
+
+
 class DraftControl:
     def __init__(self) -> None:
         self._known: dict[int, _Known] = {}
         self._drafts = False
         self._seconds = self._lost = 0.0
+        self._under_way: deque[TimedBurst] = deque()
         self.changed = False
         """Whether the burst that was chosen for last is the first of its way: it also ends what the other has begun, and
         says nothing of either."""
@@ -121,23 +144,14 @@ class DraftControl:
                 known.tokens += tokens
                 known.seconds += seconds
 
+    def begin(self, burst: TimedBurst) -> None:
+        """A burst was started, whose time is to be noted."""
+        self._under_way.append(burst)
 
-class Moment(Protocol):
-    """A point in the device's work, which may lie ahead."""
-
-    def until(self, later: Self) -> float:
-        """Seconds; waits for the later one."""
-        ...
-
-
-class TimedBurst(NamedTuple):
-    """A burst on its way, and between which moments of the device it runs."""
-
-    first: int
-    last: int
-    """The numbers of its decode steps."""
-    drafts: bool
-    changed: bool
-    running: int
-    start: Moment
-    end: Moment
+    def end(self, first: int, last: int, tokens: int) -> None:
+        """Decode steps of these numbers gave so many tokens: that is noted where they are one burst."""
+        while self._under_way and self._under_way[0].last <= last:
+            burst = self._under_way.popleft()
+            if (burst.first, burst.last) == (first, last):
+                seconds = burst.start.until(burst.end)
+                self.note(burst.drafts, burst.running, tokens, seconds, changed=burst.changed)

@@ -82,7 +82,6 @@ class Engine:
         self._drafting: DraftControl | None = None
         if drafts and not self.options.always_draft:
             self._drafting = DraftControl()
-        self._timed: deque[TimedBurst] = deque()
         program = self.runner.program
         self._chosen: ChosenPasses | None = None
         if isinstance(program, ExitProgram) and program.chooses and sizes.max_sequences == 1:
@@ -265,15 +264,7 @@ class Engine:
         self.totals.decode_steps += burst
         if drafting is not None and start is not None and captures == runner.captures:
             end = runner.moment()
-            self._timed.append(TimedBurst(numbers[0], numbers[-1], drafts, drafting.changed, running, start, end))
-
-    def _note_time(self, numbers: abc.Sequence[int], tokens: int) -> None:
-        """What these decode steps gave, where they are a burst."""
-        while self._timed and self._timed[0].last <= numbers[-1]:
-            burst = self._timed.popleft()
-            if self._drafting is not None and (burst.first, burst.last) == (numbers[0], numbers[-1]):
-                seconds = burst.start.until(burst.end)
-                self._drafting.note(burst.drafts, burst.running, tokens, seconds, changed=burst.changed)
+            drafting.begin(TimedBurst(numbers[0], numbers[-1], drafts, drafting.changed, running, start, end))
 
     def _run_passes(self, chosen: ChosenPasses, prefilled: bool) -> None:
         """Some passes of the one sequence that runs. The host waits for each, so that they take as long as it waits, unless
@@ -303,7 +294,8 @@ class Engine:
         running, tokens = self.scheduler.running, self.totals.tokens
         numbers = [self._in_flight.popleft() for _ in range(many)]
         self._collect(numbers)
-        self._note_time(numbers, self.totals.tokens - tokens)
+        if self._drafting is not None:
+            self._drafting.end(numbers[0], numbers[-1], self.totals.tokens - tokens)
         if self._pace is not None and self._kind != "whole" and running:
             pace = max(1.0, (self.totals.tokens - tokens) / (many * running))
             self._pace += PACE_WEIGHT * (pace - self._pace)

@@ -18,46 +18,34 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fathomlm.decode.draft_tree import BestShape, TreeShape
 from fathomlm.decode.exiting import Exiting
-from fathomlm.engine.batch_routers import BatchRouters
 from fathomlm.engine.captured_passes import capturing
 from fathomlm.engine.captured_prefill import CapturedPrefill, sizes_for
 from fathomlm.engine.device_state import EngineState
 from fathomlm.engine.kv_pages import KVPages, entry_dtype
 from fathomlm.engine.layers import PagedLayers
 from fathomlm.engine.options import EngineOptions
-from fathomlm.engine.programs.base import FLAGS, SLOT, Program, ProgramContext, SamplingVariant, StepOutput
-from fathomlm.engine.programs.draft_best import DraftBestProgram
+from fathomlm.engine.programs.base import FLAGS, SLOT, ProgramContext, SamplingVariant, StepOutput
+from fathomlm.engine.programs.choice import build_program
 from fathomlm.engine.programs.draft_layer import DraftLayerProgram
-from fathomlm.engine.programs.draft_tree import DraftTreeProgram
 from fathomlm.engine.programs.drafts import DraftProgram
-from fathomlm.engine.programs.exits import Copies, ExitProgram
-from fathomlm.engine.programs.injected_exits import InjectedExitProgram
-from fathomlm.engine.programs.routed import RoutedProgram
-from fathomlm.engine.programs.whole import WholeProgram
 from fathomlm.engine.sampler import SamplerState
 from fathomlm.engine.schedule import PrefillChunk, SchedulerOutput
 from fathomlm.engine.sequence import Sequence as HeldSequence
 from fathomlm.engine.sizing import (
     check_entries,
     check_forced,
-    core_passes,
-    drafts_ahead,
     exits_of,
     layout_for,
     prefix_entries,
     row_counts,
     settled_exiting,
-    shallow_passes,
     sizes_of,
 )
 from fathomlm.engine.sources import SourceReader
 from fathomlm.model.decoder import Decoder
-from fathomlm.model.route import Routers
 from fathomlm.model.seq2seq import FathomForSeq2SeqLM
 
-COPIES: dict[str, Copies] = {"state-copy": "state", "entry-copy": "entries"}
 WARM_UPS = 2
 BURST_GRAPHS = False
 """Whether a GPU has a whole burst as one graph, with one copy of its results. On an H200 a 360M model is 1 to 2 % faster so,
@@ -143,7 +131,12 @@ class Runner:
             fuse=options.fuse, compiled=compiled, alone=options.batch_size == 1,
             merge=options.merge,
         )  # fmt: skip
-        self.program = self._program(ends, exiting, compiled)
+        ends_E = torch.tensor(sorted(ends), dtype=torch.int64, device=self.device)
+        parts = ProgramContext(
+            decoder.plan, self.layout, self.layers, self.state, self.sampler, ends_E, options.batch_size, options.page_size,
+            compiled, skips=self.device.type == "cpu",
+        )  # fmt: skip
+        self.program = build_program(parts, decoder, options, self.exits, exiting)
         # Attention of relative positions is plain outside fused layers, and dear for rows of nothing.
         relative = decoder.architecture.positions == "relative" and not self.layers.fused
         pads = self._captures and not relative and self.layout.kind != "routed"  # a router asks the device who goes on
@@ -176,49 +169,6 @@ class Runner:
         self._launched = 0
         self._unsettled = False
         """Whether the last step left drafts to verify."""
-
-    def _program(self, ends: Sequence[int], exiting: Exiting | None, compiled: bool) -> Program:
-        plan, options = self.decoder.plan, self.options
-        ends_E = torch.tensor(sorted(ends), dtype=torch.int64, device=self.device)
-        parts = ProgramContext(
-            plan, self.layout, self.layers, self.state, self.sampler, ends_E, options.batch_size, options.page_size,
-            compiled, skips=self.device.type == "cpu",
-        )  # fmt: skip
-        if self.layout.kind == "whole":
-            return WholeProgram(parts, *self.exits)
-        if self.layout.kind == "routed":
-            assert isinstance(self.decoder.routers, Routers)
-            assert plan.routing is not None
-            routers = BatchRouters(self.decoder.routers, options.depth_bias, options.forced_depths)
-            return RoutedProgram(parts, routers, core_passes(plan, options))
-        assert exiting is not None
-        if exiting.drafts_behind(plan):
-            confidence = exiting.confidence or "gap"
-            if exiting.draft_tree is not None:
-                return DraftTreeProgram(parts, TreeShape(exiting.draft_tree), confidence=confidence)
-            if exiting.draft_best is not None:
-                return DraftBestProgram(parts, BestShape(*exiting.draft_best), confidence=confidence)
-            return DraftLayerProgram(parts, drafts=drafts_ahead(exiting), confidence=confidence)
-        stack = min(exiting.max_stack or 1, options.batch_size)
-        if exiting.mode == "speculative":
-            return DraftProgram(
-                parts,
-                self.exits,
-                stack=stack,
-                shallows=shallow_passes(options, exiting),
-                confidence=exiting.confidence or "gap",
-            )
-        program = InjectedExitProgram if plan.injection else ExitProgram
-        return program(
-            parts,
-            self.exits,
-            stack=stack,
-            copies=COPIES.get(exiting.mode),
-            shallows=shallow_passes(options, exiting),
-            forced=options.forced_exits,
-            confidence=exiting.confidence or "gap",
-            decay=exiting.decay,
-        )
 
     @torch.no_grad()
     def apply(self, scheduled: SchedulerOutput) -> None:
