@@ -15,8 +15,8 @@ from fathomlm.lab.study.jobs import Place, jobs_of
 from fathomlm.lab.study.ledger import Ledger
 from fathomlm.lab.study.report import exit_table, results_of, score_table
 from fathomlm.lab.study.results import metric_of
+from fathomlm.lab.study.scores import read_wanted
 from fathomlm.lab.study.spec import build_study
-from fathomlm.lab.study.training import read_wanted
 from jsonl import write_jsonl
 
 Values = Callable[..., dict[str, Any]]

@@ -14,12 +14,14 @@ import torch
 
 from fathomlm.cli.main import main
 from fathomlm.errors import DataError, OutputError
-from fathomlm.lab.study import training as guards
+from fathomlm.lab.study import guard as guards
+from fathomlm.lab.study import training
+from fathomlm.lab.study.guard import Guard
 from fathomlm.lab.study.jobs import Place, jobs_of, recipe_of
 from fathomlm.lab.study.ledger import Ledger
 from fathomlm.lab.study.queue import RESERVE, Outcome, Pace, Visit, work_off
 from fathomlm.lab.study.spec import Study, build_study, read_study
-from fathomlm.lab.study.training import Guard, TrainingExecutor
+from fathomlm.lab.study.training import TrainingExecutor
 from fathomlm.train import directory as directories
 from fathomlm.train.data.corpus import Corpus
 from fathomlm.train.report import SilentWatcher
@@ -118,8 +120,8 @@ def test_an_interrupt_before_any_line_leaves_checkpoints_whole_or_not_at_all(
         (path / "model.safetensors").unlink()
         raise KeyboardInterrupt
 
-    work, seen = partial(guards._remove, tmp_path, spare=None), set()
-    for module in (guards, directories):
+    work, seen = partial(training._remove, tmp_path, spare=None), set()
+    for module in (training, directories):
         lay_out()
         seen |= {check() for _ in interrupted_everywhere(work, module)}
     assert seen == {0, 1, 2}

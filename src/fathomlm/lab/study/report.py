@@ -19,8 +19,8 @@ from fathomlm.lab.drawing import DASHES, LINES, MARKERS, check_matplotlib, new_f
 from fathomlm.lab.evaluate.tasks import TASKS
 from fathomlm.lab.study.ledger import Ledger
 from fathomlm.lab.study.results import METRICS, Difference, Judged, Results, Row, collect, overall
+from fathomlm.lab.study.scores import counted
 from fathomlm.lab.study.spec import Claim, Study
-from fathomlm.lab.study.training import counted
 from fathomlm.train.schedule import row_length
 
 MADE = "# Results\n\nMade by `fathomlm study report`"

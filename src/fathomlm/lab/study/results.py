@@ -20,8 +20,8 @@ from typing import Any, Literal
 from fathomlm.lab.analyze.scaling import FinishedRun, ScalingFit, architecture_name, fit_runs
 from fathomlm.lab.study.jobs import Job, Place, jobs_of
 from fathomlm.lab.study.ledger import Record, identity
+from fathomlm.lab.study.scores import counted
 from fathomlm.lab.study.spec import Budget, Claim, Study, Variant
-from fathomlm.lab.study.training import counted
 
 METRICS = {
     "sampling_accuracy": "sampling accuracy",

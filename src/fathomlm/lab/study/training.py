@@ -8,10 +8,9 @@ equals a direct run bit for bit, so records do not depend on whether the disk wa
 from __future__ import annotations
 
 import hashlib
-import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,19 +20,17 @@ from typing import Any
 import torch
 
 import fathomlm
-from fathomlm.errors import DataError, OptionError, writing
+from fathomlm.errors import DataError, writing
 from fathomlm.kernels.recompiling import allow_recompiling
 from fathomlm.lab.common import environment as measured_in
 from fathomlm.lab.common import free_memory
-from fathomlm.lab.evaluate.likelihood import LocalTask, answer, read_task
-from fathomlm.lab.evaluate.outputs import FULL, Output
-from fathomlm.lab.evaluate.scoring import DEFAULT_BATCH, Scorer, TextEncoder, predict
-from fathomlm.lab.evaluate.tasks import TASKS, Metrics, check_folder, find_file, read_rows
+from fathomlm.lab.evaluate.outputs import FULL
+from fathomlm.lab.study.guard import Guard
 from fathomlm.lab.study.jobs import Job, Place, Shaped, shape_of, started
 from fathomlm.lab.study.ledger import Record, identifying_settings
 from fathomlm.lab.study.queue import Broken, Stopped, Visit, overhead_of
+from fathomlm.lab.study.scores import read_wanted, score
 from fathomlm.lab.study.spec import Budget, Planned, Study
-from fathomlm.model.hub import FathomForCausalLM
 from fathomlm.train.directory import newest_whole, remove
 from fathomlm.train.report import SilentWatcher, Watcher, read_records, strict
 from fathomlm.train.run import TrainingResult, train
@@ -272,120 +269,3 @@ def environment(device: str) -> dict[str, Any]:
     about = measured_in(device)
     del about["date"], about["transformers"]
     return {**about, "code": code_checksum()}
-
-
-SETTLED = 30
-"""Steps after which a rate is measured: most compiling and recording of graphs is over."""
-WINDOW = 10
-"""Steps that are timed together; a rate is the median of such windows, which a late compilation does not move."""
-RECENT = 9
-"""Windows that make up the present rate."""
-LEAST_WINDOWS, LEAST_SECONDS = 3, 10.0
-"""Windows, and seconds in all of them, before a run may be judged by its rate."""
-
-
-class Guard:
-    """Follows a run and asks it to stop, as Ctrl-C would, when the visit's time is over, or when its rate shows that it
-    will not be finished in time and it is not to be split."""
-
-    def __init__(self, inner: Watcher, visit: Visit, tokens_per_step: int, *, split: bool) -> None:
-        self._inner, self._visit, self._tokens, self._split = inner, visit, tokens_per_step, split
-        self._seen = 0
-        self._window: tuple[int, float] | None = None
-        """Where the present window began."""
-        self._seconds: list[float] = []
-        """Of each window."""
-        self.stop_requested = False
-        self.rate: float | None = None
-        """Tokens a second, once that is known."""
-
-    def step(self, step: int, total: int, live: Record) -> None:
-        self._inner.step(step, total, live)
-        self._seen += 1
-        now = self._visit.clock()
-        if self._window is None:
-            self._window = (step, now) if self._seen >= SETTLED else None
-        elif step >= self._window[0] + WINDOW:
-            self._seconds.append(now - self._window[1])
-            self._window = (step, now)
-            self.rate = self._measured()
-        needed = 0.0 if self.rate is None or self._split else (total - step) * self._tokens / self.rate
-        if not self.stop_requested and step < total and (self._visit.left <= 0 or needed > self._visit.left):
-            self.stop_requested = True
-            signal.raise_signal(signal.SIGTERM)
-
-    def _measured(self) -> float | None:
-        """The rate now or over all windows, whichever is faster: neither a slow beginning, while others compile, nor
-        a slow minute later is what the rest of the run will take."""
-        if len(self._seconds) < LEAST_WINDOWS or sum(self._seconds) < LEAST_SECONDS:
-            return None
-        seconds = min(median(self._seconds), median(self._seconds[-RECENT:]))
-        return WINDOW * self._tokens / seconds if seconds > 0 else None
-
-    def record(self, record: Record) -> None:
-        self._inner.record(record)
-
-    def note(self, text: str) -> None:
-        self._inner.note(text)
-
-
-BATCH = 64
-"""On a GPU."""
-SCORED_WINDOW = 2048
-"""Tokens that a model reads at once: as many as studies train with, not all that its base was made for."""
-COUNTED = ("acc_norm", "acc", "nats_per_token")
-"""What a task is compared by: the first of these that it has. LAMBADA has no choices to normalise."""
-Wanted = Mapping[str, LocalTask | list[str]]
-"""Tasks by name, read; of a text its parts."""
-
-
-def read_wanted(study: Study, folder: Path | None) -> dict[str, LocalTask | list[str]]:
-    """The tasks and texts that a study scores, from a folder: checked before anything is trained."""
-    if not study.scores:
-        return {}
-    if folder is None:
-        raise OptionError(
-            f"study {study.name} scores {', '.join(study.scores)}; --tasks must name the folder of their files"
-        )
-    check_folder(folder)
-    found: dict[str, LocalTask | list[str]] = {}
-    for name, rows in study.scores.items():
-        path = find_file(folder, name)
-        if path is None:
-            raise DataError(f"{folder} has no file for {name}, which study {study.name} scores")
-        if name in TASKS:
-            found[name] = read_task(path, name=name, limit=rows)
-        else:
-            found[name] = [row.text("text") for row in read_rows(path, rows)]
-    return found
-
-
-def score(directory: Path, wanted: Wanted, device: str) -> dict[str, dict[str, Metrics]]:
-    """A trained model's metrics by task, at its end ("full") and at each of its exits ("exit_15", by layers run, as losses
-    are named); texts are predicted as one, as is usual for WikiText."""
-    kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-    model = fathomlm.load(directory, "float32" if kind == "cpu" else "bfloat16", kind)
-    if not isinstance(model, FathomForCausalLM):
-        raise OptionError("scores are for decoder-only models; leave them out of this study")
-    window = min(SCORED_WINDOW, model.architecture.context)
-    outputs = (FULL, *(Output(layer=index + 1) for index in model.plan.exits))
-    scorer = Scorer(model, outputs, batch=DEFAULT_BATCH if kind == "cpu" else BATCH, max_length=window)
-    encoder = TextEncoder(model)
-    names = [FULL.name, *(f"exit_{output.layer}" for output in outputs[1:])]
-    found: dict[str, dict[str, Metrics]] = {name: {} for name in names}
-    for task, each in wanted.items():
-        if isinstance(each, LocalTask):
-            metrics = [answered.metrics for answered in answer(each, scorer, encoder)]
-        else:
-            texts = predict(scorer, encoder, each, join=True)
-            metrics = [{"tokens": text.tokens, "nats_per_token": text.nats_per_token} for text in texts]
-        for name, one in zip(names, metrics, strict=True):
-            found[name][task] = one
-    return found
-
-
-def counted(metrics: Metrics) -> tuple[float, float | None]:
-    """The number that a task is compared by, and its standard error over the examples, where that is known."""
-    name = next(name for name in COUNTED if name in metrics)
-    error = metrics.get(f"{name}_stderr")
-    return float(metrics[name]), None if error is None else float(error)
