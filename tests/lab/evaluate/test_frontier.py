@@ -26,7 +26,7 @@ from fathomlm.lab.evaluate.frontier import (
     sweep_settings,
     threshold_settings,
 )
-from fathomlm.lab.evaluate.frontier_report import agreement, perplexities, text_metric
+from fathomlm.lab.evaluate.qualities import agreement, perplexities, text_metric
 from fathomlm.lab.evaluate.samples import Sample, find_metric
 from fathomlm.lab.evaluate.scoring import Scorer, TextEncoder, predict
 from fathomlm.model.seq2seq import FathomForSeq2SeqLM
