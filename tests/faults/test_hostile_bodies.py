@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from fathomlm.serve import bodies, served_model
+from fathomlm.serve import reading, served_model
 from fathomlm.serve.bodies import MOST_INT, ChatBody, CompletionBody
 from fathomlm.serve.errors import ApiError, validation_error
 from fathomlm.serve.options import ServeOptions
@@ -47,15 +47,15 @@ MANY = {
 @pytest.mark.parametrize("name", MANY)
 def test_a_body_of_many_objects_is_refused_before_they_are_built(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if name != "unfinished":  # all of its brackets are in one string
-        monkeypatch.setattr(bodies.json, "loads", lambda *_, **__: pytest.fail("they were built"))
+        monkeypatch.setattr(reading.json, "loads", lambda *_, **__: pytest.fail("they were built"))
     with pytest.raises(ApiError) as raised:
-        bodies.parse(MANY[name], ChatBody if name == "messages" else CompletionBody)
+        reading.parse(MANY[name], ChatBody if name == "messages" else CompletionBody)
     assert raised.value.status == 400
 
 
 def test_brackets_in_texts_are_no_objects() -> None:
     code = 'f(x[0], "{}")' * 40_000
-    assert bodies.parse(json.dumps({"prompt": code}).encode(), CompletionBody).prompt == code
+    assert reading.parse(json.dumps({"prompt": code}).encode(), CompletionBody).prompt == code
 
 
 MISTAKES: dict[str, tuple[type[Any], dict[str, Any]]] = {
@@ -83,10 +83,10 @@ def test_the_first_mistake_ends_the_reading(name: str, monkeypatch: pytest.Monke
         described.append(len(errors))
         return validation_error(errors, body)
 
-    monkeypatch.setattr(bodies, "validation_error", counted)
+    monkeypatch.setattr(reading, "validation_error", counted)
     model, body = MISTAKES[name]
     with pytest.raises(ApiError) as raised:
-        bodies.parse(json.dumps(body).encode(), model)
+        reading.parse(json.dumps(body).encode(), model)
     assert raised.value.status == 400
     assert len(raised.value.message) < 2000
     assert sum(described) <= (1000 if name == "unknown depths" else 12)
@@ -105,7 +105,7 @@ def test_deep_nesting_is_a_400(server: Running, body: bytes) -> None:
 def test_long_bodies_are_read_off_the_event_loop(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """While one is being read, others are answered."""
     begun, go_on, threads = threading.Event(), threading.Event(), []
-    plain = bodies.parse
+    plain = reading.parse
 
     def slow(body: bytes, model: type[Any]) -> Any:
         threads.append(threading.current_thread().name)
@@ -113,9 +113,9 @@ def test_long_bodies_are_read_off_the_event_loop(server: Running, monkeypatch: p
         assert go_on.wait(60)
         return plain(body, model)
 
-    monkeypatch.setattr(bodies, "parse", slow)
+    monkeypatch.setattr(reading, "parse", slow)
     answers = []
-    body = {"prompt": [1], "max_tokens": 1, "user": "x" * bodies.OFF_LOOP}
+    body = {"prompt": [1], "max_tokens": 1, "user": "x" * reading.OFF_LOOP}
     asking = threading.Thread(target=lambda: answers.append(server.post("completions", **body)))
     asking.start()
     try:

@@ -16,17 +16,7 @@ from starlette.routing import Route
 
 from fathomlm import __version__
 from fathomlm.serve import errors
-from fathomlm.serve.bodies import (
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    EmbeddingBody,
-    LoadBody,
-    TokenizeBody,
-    describe,
-    read_body,
-    request_body,
-)
+from fathomlm.serve.bodies import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, LoadBody, TokenizeBody
 from fathomlm.serve.completions import GONE, ClientGone, CompletionHandler, in_time
 from fathomlm.serve.encodings import detokenize, embed, tokenize
 from fathomlm.serve.errors import json_response
@@ -34,6 +24,7 @@ from fathomlm.serve.metrics import Metrics, exit_rate, mean_depth
 from fathomlm.serve.middleware import ENTRY, AllowedHosts, ApiKeys, BodyLimit, RequestLog, allowed_hosts
 from fathomlm.serve.options import ServeOptions
 from fathomlm.serve.pages import STATIC, add_pages
+from fathomlm.serve.reading import describe, read_body, request_body
 from fathomlm.serve.requests import chat_requests, completion_requests
 from fathomlm.serve.responses import ChatFormat, CompletionFormat
 from fathomlm.serve.responses_api import ResponsesBody, ResponsesFormat
