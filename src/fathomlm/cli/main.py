@@ -102,7 +102,7 @@ COMMANDS: dict[str, Command] = {
             "host": _lab("bench", "Host", "host:run", "what the engine costs the CPU, without a model"),
         },
     ),
-    "plot": _lab("analyze", "Plot", "runs:run_plot", "draw training curves"),
+    "plot": _lab("analyze", "Plot", "runs_report:run_plot", "draw training curves"),
     "analyze": Command(
         help="analyze routing, KV cache, exits, weights or training runs",
         description="Analyze a model on text, its weights, or training runs. Writes the numbers as JSON, pictures, and one "
@@ -118,9 +118,9 @@ COMMANDS: dict[str, Command] = {
                 "analyze", "Exits", "exits_report:run", "agreement, confidence and time of every layer as an exit"
             ),
             "weights": _lab(
-                "analyze", "AnalyzeWeights", "weights:run", "what tying layers loses, and the rank that restores it"
+                "analyze", "AnalyzeWeights", "weights_report:run", "what tying layers loses, and the rank that restores it"
             ),
-            "runs": _lab("analyze", "Runs", "runs:run", "training curves as a page"),
+            "runs": _lab("analyze", "Runs", "runs_report:run", "training curves as a page"),
         },
     ),
     "plan": _lab("analyze", "Plan", "plans:run", "plan training: tokens for a FLOP budget, model size, GPU memory"),

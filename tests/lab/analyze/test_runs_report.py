@@ -10,7 +10,8 @@ import pytest
 
 from fathomlm.errors import OptionError, OutputError
 from fathomlm.lab.analyze.options import PlotOptions
-from fathomlm.lab.analyze.runs import _Panel, _unit, _x, plot, points, read_runs, smooth, summarise, table_of, training_loss
+from fathomlm.lab.analyze.runs import points, read_runs, smooth, summarise, training_loss
+from fathomlm.lab.analyze.runs_report import _Panel, _unit, _x, plot, table_of
 from jsonl import write_jsonl
 from pairwise import in_turn
 

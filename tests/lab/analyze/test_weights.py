@@ -9,7 +9,8 @@ from fathomlm.checkpoints.assemble import ModelBase
 from fathomlm.checkpoints.convert import convert
 from fathomlm.depth import DepthPlan
 from fathomlm.errors import OptionError
-from fathomlm.lab.analyze.weights import bands, check_inits, kind_table, measure, open_plain, rank_table
+from fathomlm.lab.analyze.weights import bands, check_inits, measure, open_plain
+from fathomlm.lab.analyze.weights_report import kind_table, rank_table
 from fathomlm.model.hub import FathomForCausalLM
 from fathomlm.model.relax.lora import residual_energies
 from lab.analyze.tiny import model_of, saved

@@ -33,7 +33,7 @@ from fathomlm.depth.relaxation import build_relaxation
 from fathomlm.depth.routing import build_routing
 from fathomlm.errors import OptionError
 from fathomlm.lab.analyze.options import Plan
-from fathomlm.lab.analyze.runs import check_out
+from fathomlm.lab.analyze.runs_report import check_out
 from fathomlm.lab.analyze.scaling import draw_scaling_fits, fit_runs, fit_table, read_finished
 from fathomlm.lab.common import amount
 from fathomlm.lab.drawing import check_matplotlib
