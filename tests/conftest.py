@@ -123,15 +123,13 @@ def tiny_model(tiny_tokenizer: Any) -> Any:
 
     from fathomlm.depth import Architecture, DepthPlan
     from fathomlm.model.hub import FathomConfig, FathomForCausalLM
+    from random_weights import randomise
 
     shape = {"layers": 4, "hidden": 32, "intermediate": 48, "heads": 4, "kv_heads": 2, "head_dim": 8, "context": 256}
     architecture = Architecture(family="llama", vocab=len(tiny_tokenizer), tied_embeddings=False, **shape)
     ids = {"bos_token_id": tiny_tokenizer.bos_token_id, "eos_token_id": tiny_tokenizer.eos_token_id}
     model = FathomForCausalLM(FathomConfig.of(architecture, DepthPlan.build("cycle", 2, 4), dtype=torch.float32, **ids))
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.normal_(mean=1.0 if "norm" in name else 0.0, std=0.3, generator=generator)
+    randomise(model)
     model.tokenizer = tiny_tokenizer
     return model.eval()
 

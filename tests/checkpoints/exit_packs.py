@@ -19,6 +19,7 @@ from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.full import generate
 from fathomlm.depth import Architecture, DepthPlan, Relaxation
 from fathomlm.model.hub import FathomConfig, FathomForCausalLM
+from random_weights import randomise
 
 EVERY = {"exit_rank": 3, "exit_adapter": 4, "exit_classifier": True}
 KINDS: dict[str, tuple[Architecture, DepthPlan, Relaxation | None, dict[str, Any]]] = {
@@ -37,11 +38,7 @@ def build(kind: str, seed: int = 0) -> FathomForCausalLM:
     """Random weights everywhere, in exits too, so that nothing is what a fresh model would have."""
     architecture, plan, relaxation, parts = KINDS[kind]
     model = FathomForCausalLM(FathomConfig.of(architecture, plan, relaxation, dtype=torch.float32, **parts)).eval()
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            std = 0.06 if name.endswith(("o.weight", "down.weight")) else 0.2
-            parameter.normal_(mean=1.0 if "norm" in name else 0.0, std=std, generator=generator)
+    randomise(model, seed, std=lambda name: 0.06 if name.endswith(("o.weight", "down.weight")) else 0.2)
     return model
 
 

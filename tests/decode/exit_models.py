@@ -7,13 +7,14 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from fathomlm.cache import DenseCache, Entries, NoCache
 from fathomlm.cache.dense import Buffer
 from fathomlm.decode.confidence import AtExit, confidences
 from fathomlm.decode.exiting import Exiting
-from fathomlm.decode.full import Generation, generate
+from fathomlm.decode.full import Generation, Session, generate
 from fathomlm.depth import Architecture, DepthPlan, Relaxation, Rope, Step
 from fathomlm.model.attention_mask import TokenBatch, full_masks
 from fathomlm.model.hub import FathomConfig, FathomForCausalLM
@@ -222,3 +223,27 @@ def naive(model: FathomForCausalLM, prompt: list[int], setting: Exiting, new: in
         layers.append(chosen[1])
         left.append(plan.unrolled_layers)
     return text[len(prompt) :], layers
+
+
+def check_interrupted(name: str, mode: str, stop_at: int) -> None:
+    """A session that Ctrl-C ends in a layer, the one that comes so late, answers as a fresh one afterwards."""
+    model, count = build(name), 0
+    session = Session(model, exiting=exiting(name, mode, threshold=mixing_threshold(name, 0.3)))
+
+    def interrupt(*_: Any) -> None:
+        nonlocal count
+        count += 1
+        if count == stop_at:
+            raise KeyboardInterrupt
+
+    blocks = [*model.decoder.layers, *model.decoder.exit_blocks.values()]
+    hooks = [block.mlp.register_forward_pre_hook(interrupt) for block in blocks]  # type: ignore[union-attr]
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            session.generate(PROMPTS[0], max_new_tokens=12)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    prompt = [*PROMPTS[0], *generate(model, [PROMPTS[0]], max_new_tokens=4, exiting=session.exiting)[0].tokens, 30, 31]
+    got = session.generate(prompt, max_new_tokens=8)
+    assert told([got]) == told(generate(model, [prompt], max_new_tokens=8, exiting=session.exiting))

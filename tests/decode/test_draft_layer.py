@@ -19,6 +19,7 @@ from fathomlm.depth import DepthPlan
 from fathomlm.errors import OptionError
 from fathomlm.model.hub import FathomConfig, FathomForCausalLM
 from pairwise import in_turn
+from random_weights import randomise
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -84,11 +85,7 @@ def test_a_row_is_the_same_alone_and_in_a_batch() -> None:
 def tiny() -> FathomForCausalLM:
     plan = DepthPlan.vanilla(3).with_exits((), draft=True)
     model = FathomForCausalLM(FathomConfig.of(TINY, plan, dtype=torch.float32)).eval()
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for key, parameter in model.named_parameters():
-            std = 0.8 if "embed" in key else 0.4 if "head" in key or "mix" in key else 0.2
-            parameter.normal_(mean=1.0 if "norm" in key else 0.0, std=std, generator=generator)
+    randomise(model, 1, std=lambda key: 0.8 if "embed" in key else 0.4 if "head" in key or "mix" in key else 0.2)
     return model
 
 

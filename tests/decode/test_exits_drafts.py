@@ -19,6 +19,7 @@ from fathomlm.decode.sampling import Sampling
 from fathomlm.depth import Architecture, DepthPlan
 from fathomlm.model.hub import FathomConfig, FathomForCausalLM
 from pairwise import cover
+from random_weights import randomise
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -58,11 +59,7 @@ ROWS, LENGTH, START = 500, 3, [2]
 @pytest.fixture(scope="module")
 def tiny() -> FathomForCausalLM:
     model = FathomForCausalLM(FathomConfig.of(TINY, DepthPlan.vanilla(3), dtype=torch.float32)).eval()
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for key, parameter in model.named_parameters():
-            std = 0.8 if "embed" in key else 0.4 if "head" in key else 0.2
-            parameter.normal_(mean=1.0 if "norm" in key else 0.0, std=std, generator=generator)
+    randomise(model, 1, std=lambda key: 0.8 if "embed" in key else 0.4 if "head" in key else 0.2)
     return model
 
 

@@ -17,6 +17,7 @@ from decode.exit_models import (
     PROMPTS,
     SAMPLED,
     build,
+    check_interrupted,
     every_step,
     exit_layer,
     exiting,
@@ -315,22 +316,4 @@ def test_a_session_equals_fresh_generation(name: str, mode: str, options: dict[s
 
 @pytest.mark.parametrize(("stop_at", "mode"), in_turn(range(1, 48, 5), ("state-copy", "parallel", "speculative"), turn=0))
 def test_an_interrupted_session_is_still_right(mode: str, stop_at: int) -> None:
-    model, count = build("vanilla"), 0
-    session = Session(model, exiting=exiting("vanilla", mode, threshold=mixing_threshold("vanilla", 0.3)))
-
-    def interrupt(*_: Any) -> None:
-        nonlocal count
-        count += 1
-        if count == stop_at:
-            raise KeyboardInterrupt
-
-    hooks = [layer.mlp.register_forward_pre_hook(interrupt) for layer in model.decoder.layers]
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            session.generate(PROMPTS[0], max_new_tokens=12)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    prompt = [*PROMPTS[0], *generate(model, [PROMPTS[0]], max_new_tokens=4, exiting=session.exiting)[0].tokens, 30, 31]
-    got = session.generate(prompt, max_new_tokens=8)
-    assert told([got]) == told(generate(model, [prompt], max_new_tokens=8, exiting=session.exiting))
+    check_interrupted("vanilla", mode, stop_at)

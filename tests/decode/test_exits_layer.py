@@ -3,8 +3,6 @@ of leaving early must keep are in test_exits_identities.py, over these models to
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -19,6 +17,7 @@ from decode.exit_models import (
     SAMPLED,
     VANILLA,
     build,
+    check_interrupted,
     exit_layer,
     exiting,
     mixed,
@@ -32,7 +31,7 @@ from fathomlm.checkpoints.assemble import replan
 from fathomlm.decode import early_exit
 from fathomlm.decode.exit_forward import PartialForward
 from fathomlm.decode.exiting import Exiting
-from fathomlm.decode.full import Session, generate
+from fathomlm.decode.full import generate
 from fathomlm.depth import Architecture, DepthPlan
 from fathomlm.engine.layout import build_layout
 from fathomlm.errors import PlanError, UnsupportedModel
@@ -167,26 +166,7 @@ def test_a_classifier_reads_what_the_layer_makes() -> None:
 @pytest.mark.parametrize("stop_at", range(2, 60, 6))
 @pytest.mark.parametrize("mode", ["parallel", "speculative"])
 def test_an_interrupted_session_is_still_right(mode: str, stop_at: int) -> None:
-    model, count = build("own-layer"), 0
-    session = Session(model, exiting=exiting("own-layer", mode, threshold=mixing_threshold("own-layer", 0.3)))
-
-    def interrupt(*_: Any) -> None:
-        nonlocal count
-        count += 1
-        if count == stop_at:
-            raise KeyboardInterrupt
-
-    blocks = [*model.decoder.layers, *model.decoder.exit_blocks.values()]
-    hooks = [block.mlp.register_forward_pre_hook(interrupt) for block in blocks]  # type: ignore[union-attr]
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            session.generate(PROMPTS[0], max_new_tokens=12)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    prompt = [*PROMPTS[0], *generate(model, [PROMPTS[0]], max_new_tokens=4, exiting=session.exiting)[0].tokens, 30, 31]
-    got = session.generate(prompt, max_new_tokens=8)
-    assert told([got]) == told(generate(model, [prompt], max_new_tokens=8, exiting=session.exiting))
+    check_interrupted("own-layer", mode, stop_at)
 
 
 # Who cannot.

@@ -3,59 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 import fathomlm
+from decode import exit_models
 from fathomlm.cache import DenseCache
 from fathomlm.decode.full import Generation, Session, generate, left_pad, next_logits
 from fathomlm.decode.prompts import chat_prompt
 from fathomlm.decode.sampling import Sampling
-from fathomlm.depth import Architecture, DepthPlan, Relaxation, Rope
+from fathomlm.depth import Architecture, DepthPlan, Relaxation
 from fathomlm.errors import OptionError
 from fathomlm.model.hub import FathomConfig, FathomForCausalLM
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-SHAPE: dict[str, Any] = {
-    "layers": 4,
-    "hidden": 32,
-    "intermediate": 48,
-    "heads": 4,
-    "kv_heads": 2,
-    "head_dim": 8,
-    "vocab": 96,
-    "context": 128,
-    "tied_embeddings": False,
-}
-LLAMA = Architecture(family="llama", **SHAPE)
-WINDOWS = Architecture(family="mistral", windows=(4, None, 4, None), **SHAPE)
-GEMMA3 = Architecture(
-    family="gemma3",
-    norm="rms_plus_one",
-    residual="sandwich",
-    activation="gelu_tanh",
-    qk_norm=True,
-    windows=(3, None, 3, None),
-    rope=Rope(theta=1e6),
-    local_rope=Rope(),
-    embedding_scale=32**0.5,
-    **SHAPE,
-)
-NEOX = Architecture(
-    family="neox",
-    norm="layer",
-    residual="parallel",
-    activation="gelu",
-    gated=False,
-    qkv_bias=True,
-    o_bias=True,
-    mlp_bias=True,
-    rotary_fraction=0.5,
-    **{**SHAPE, "kv_heads": 4},
-)
+LLAMA, GEMMA3, NEOX = (each.with_layers((0, 1, 3, 4)) for each in (exit_models.LLAMA, exit_models.GEMMA3, exit_models.NEOX))
+WINDOWS = replace(LLAMA, family="mistral", windows=(4, None, 4, None))
 LOOP = DepthPlan.build("cycle", 2, 4)
 LORA = Relaxation(kind="lora", ranks={"q": 4, "v": 4, "down": 4})
 

@@ -9,6 +9,7 @@ import torch
 from fathomlm.depth import Architecture, DepthPlan, Relaxation
 from fathomlm.model.encoder import encoder_record
 from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomSeq2SeqConfig
+from random_weights import randomise
 
 SHAPE: dict[str, Any] = {
     "family": "t5", "hidden": 16, "intermediate": 16, "heads": 2, "kv_heads": 2, "head_dim": 8, "vocab": 24, "context": 64,
@@ -29,8 +30,5 @@ def encoder_model(plan: DepthPlan, relaxation: Relaxation | None = None, seed: i
         decoder_start_token_id=0, eos_token_id=3,
     )  # fmt: skip
     made = FathomForSeq2SeqLM(config).eval()
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in made.named_parameters():
-            parameter.normal_(mean=1.0 if "norm" in name else 0.0, std=0.3, generator=generator)
+    randomise(made, seed)
     return made

@@ -27,6 +27,7 @@ from fathomlm.engine.request import Request
 from fathomlm.errors import OptionError
 from fathomlm.model.hub import FathomConfig, FathomForCausalLM
 from pairwise import cover, in_turn
+from random_weights import randomise
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -54,10 +55,7 @@ def model(name: str) -> FathomForCausalLM:
     plan = plan.with_exits(plan.recursion_ends(), gate=gated)
     plan = plan.with_loop_norm() if gated else plan
     made = FathomForCausalLM(FathomConfig.of(architecture, plan, exit_classifier=not gated, dtype=torch.float32)).eval()
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for key, parameter in made.named_parameters():
-            parameter.normal_(mean=1.0 if "norm" in key else 0.0, std=0.2, generator=generator)
+    randomise(made, 1, std=0.2)
     return made
 
 

@@ -13,6 +13,7 @@ import torch
 from fathomlm.checkpoints.native import save
 from fathomlm.depth import Architecture, DepthPlan, build_routing
 from fathomlm.model.hub import FathomConfig, FathomForCausalLM
+from random_weights import randomise
 
 SHAPE: dict[str, Any] = {"layers": 8, "hidden": 32, "intermediate": 48, "heads": 4, "kv_heads": 2, "head_dim": 8}
 
@@ -22,10 +23,7 @@ def write_packaged(directory: Path, tokenizer: Any) -> Path:
     plan = DepthPlan.build("middle-cycle", 3, architecture.layers).with_routing(build_routing("expert", 3))
     ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     model = FathomForCausalLM(FathomConfig.of(architecture, plan, dtype=torch.float32, **ids)).eval()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.normal_(mean=1.0 if "norm" in name else 0.0, std=0.3, generator=generator)
+    randomise(model)
     model.tokenizer = copy.deepcopy(tokenizer)
     model.tokenizer.chat_template = None  # it continues texts and was not made for chat
     save(model, directory, quantize="int8", shard_bytes=20_000)

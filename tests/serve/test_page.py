@@ -22,6 +22,7 @@ from fathomlm.model.hub import FathomConfig, FathomForCausalLM
 from fathomlm.serve.options import ServeOptions
 from fathomlm.serve.served_model import serve_model
 from fathomlm.serve.service import Catalog, Offer
+from random_weights import randomise
 from serve.serving import SMALL, Running, running
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -47,10 +48,7 @@ def make(kind: str, tokenizer: Any) -> FathomForCausalLM:
         plan = DepthPlan.build("middle-cycle", 3, 8).with_routing(build_routing("expert", 3))
     ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     model = FathomForCausalLM(FathomConfig.of(architecture, plan, dtype=torch.float32, **ids))
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.normal_(mean=1.0 if "norm" in name else 0.0, std=0.3, generator=generator)
+    randomise(model)
     model.tokenizer = tokenizer
     return model.eval()
 

@@ -10,6 +10,7 @@ import torch
 from fathomlm.depth import Architecture, DepthPlan, Relaxation, build_routing
 from fathomlm.model.hub import FathomConfig, FathomForCausalLM
 from fathomlm.train.data.tokenizers import byte_tokenizer
+from random_weights import randomise
 
 SHAPE: dict[str, Any] = {"layers": 8, "hidden": 16, "intermediate": 24, "heads": 2, "kv_heads": 2, "head_dim": 8}
 TEXT = "".join(f"{n}: the line is {n * 7919 % 1000} fathoms long, é and so on. " for n in range(40))
@@ -33,10 +34,7 @@ def model_of(
         plan = plan.with_routing(build_routing(router, recursions, **routing))
     plan = plan.with_kv(kv)  # type: ignore[arg-type]
     model = FathomForCausalLM(FathomConfig.of(architecture, plan, relaxation, dtype=torch.float32))
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.normal_(mean=1.0 if "norm" in name else 0.0, std=0.3, generator=generator)
+    randomise(model, seed)
     model.tokenizer = byte_tokenizer()
     return model.eval()
 

@@ -16,6 +16,7 @@ from fathomlm.lab.evaluate.scoring import Pair, Score
 from fathomlm.model.attention_mask import TokenBatch, full_masks
 from fathomlm.model.hub import FathomConfig, FathomForCausalLM
 from fathomlm.train.data.tokenizers import byte_tokenizer
+from random_weights import randomise
 
 VOCAB = 257
 SHAPE: dict[str, Any] = {
@@ -51,10 +52,7 @@ def model_of(name: str, *, windows: tuple[int | None, ...] | None = None, seed: 
         eos_token_id=256,
     )
     model = FathomForCausalLM(config)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for key, parameter in model.named_parameters():
-            parameter.normal_(mean=1.0 if "norm" in key else 0.0, std=0.3, generator=generator)
+    randomise(model, seed)
     model.tokenizer = byte_tokenizer()
     return model.eval()
 
