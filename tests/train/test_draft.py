@@ -23,7 +23,8 @@ from fathomlm.model.attention_mask import TokenBatch, full_masks
 from fathomlm.model.decoder import Decoder
 from fathomlm.train.data.loader import IGNORE
 from fathomlm.train.estimate import estimate
-from fathomlm.train.objective import FURTHER, Objective
+from fathomlm.train.losses.outputs import FURTHER
+from fathomlm.train.objective import Objective
 from fathomlm.train.optim import choose_trained
 from fathomlm.train.reading import build_recipe, read_recipe
 from fathomlm.train.recipe import ExitRecipe, LossRecipe

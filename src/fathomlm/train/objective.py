@@ -10,7 +10,7 @@ Shapes: B rows, T tokens, M hidden width, N = B x T, V vocabulary, W the exit vo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -23,41 +23,27 @@ from fathomlm.model.route.trace import RoutingMeter
 from fathomlm.train.data.loader import IGNORE, Batch
 from fathomlm.train.losses.exits import (
     agreement_loss,
-    exit_depths,
     exit_entropy,
     exit_log_probabilities,
-    exit_steps,
-    exit_weights,
     expected_exit,
     kept_steps,
 )
 from fathomlm.train.losses.head import (
     AnyTeacher,
     HeadParts,
-    HeadTerms,
     LikeliestTokens,
     Teacher,
     head_loss,
     likeliest_tokens,
 )
 from fathomlm.train.losses.layerwise import candidates, healing_loss, layerwise_loss, taught_layers, teacher_steps
+from fathomlm.train.losses.outputs import LossOutput, loss_outputs
 from fathomlm.train.losses.routing import openness, routing_names, routing_parts, smooth_openness
 from fathomlm.train.recipe import LossRecipe, RoutingLossRecipe
 from fathomlm.train.seq2seq import encode
 
-FURTHER = 0.8
-"""What a draft's loss counts, as a part of that of the draft before it: it is used only where that one was right."""
 GATE_NAMES = ("gate_entropy", "gate_depth")
 """How undecided a gate is, and the output that it lets tokens exit at, on average, from 1."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Output:
-    """One place where the model predicts: after which step, and what its loss is made of."""
-
-    index: int
-    terms: HeadTerms
-    name: str
 
 
 class Objective(nn.Module):
@@ -93,7 +79,7 @@ class Objective(nn.Module):
             raise OptionError("loss.layer_dropout cannot be combined with a router")
         self._head_parts = HeadParts()
         self._routing_parts = routing_parts
-        self._outputs = _outputs(recipe, decoder)
+        self._outputs = loss_outputs(recipe, decoder.plan)
         self._shallow, self._deep = _layerwise_states(recipe, decoder)
         self._healed: tuple[int, ...] = ()
         """For each step the teacher's that it is compared with."""
@@ -125,8 +111,8 @@ class Objective(nn.Module):
         """What the parts that `forward` returns are called: next_token first, which is the last output's cross entropy."""
         parts: list[str] = []
         for output in self._outputs:
-            parts += _part_names(output)
-            parts += [_classifier_name(output)] if self._classifies and output is not self._outputs[-1] else []
+            parts += output.parts
+            parts += [output.classifier] if self._classifies and output is not self._outputs[-1] else []
         names = tuple(sorted(parts, key=lambda name: name != "next_token")) + (("layerwise",) if self._shallow else ())
         names += ("heal",) if self._healed else ()
         names += GATE_NAMES if self._gated else ()
@@ -142,7 +128,7 @@ class Objective(nn.Module):
             self._exact.fill_(smooth_openness(self._teaches, step))
 
     @property
-    def _now(self) -> tuple[_Output, ...]:
+    def _now(self) -> tuple[LossOutput, ...]:
         """The outputs that count: all, or in training those whose turn it is; weights that add up to 1 still do."""
         exits = self.recipe.exits
         if exits is None or not exits.rotate or not self.training:
@@ -155,8 +141,8 @@ class Objective(nn.Module):
     @property
     def resting(self) -> frozenset[str]:
         """The parts that a training step leaves out: zeros stand for them."""
-        counted = {name for output in self._now for name in _part_names(output)}
-        return frozenset(name for output in self._outputs for name in _part_names(output) if name not in counted)
+        counted = {name for output in self._now for name in output.parts}
+        return frozenset(name for output in self._outputs for name in output.parts if name not in counted)
 
     @property
     def exits(self) -> tuple[int, ...]:
@@ -256,7 +242,7 @@ class Objective(nn.Module):
             if exit_vocab is not None and self._classifies:
                 choices[output.index] = exit_vocab.vocab_W[choices[output.index]]
             total = total + loss
-            parts |= dict(zip(_part_names(output), sums, strict=False))
+            parts |= dict(zip(output.parts, sums, strict=False))
         if self._classifies:
             total = self._add_classifiers(total, parts, normed, choices, targets_N)
         if self._shallow:
@@ -306,7 +292,7 @@ class Objective(nn.Module):
             classifier = self.decoder.exit_classifiers[str(output.index)]
             scores_N = classifier(normed[output.index].detach()).flatten()
             loss = agreement_loss(scores_N, choices[output.index], choices[last.index], targets_N)
-            parts[_classifier_name(output)] = loss
+            parts[output.classifier] = loss
             total = total + loss
         return total
 
@@ -407,35 +393,6 @@ def _places(exit_vocab: ExitVocab) -> Tensor:
 def _placed(targets_N: Tensor, places_V: Tensor) -> Tensor:
     """Targets as places in the exit vocabulary. Those that are none stay none: as an index IGNORE would be a token."""
     return torch.where(targets_N == IGNORE, IGNORE, places_V[targets_N.clamp_min(0)])
-
-
-def _part_names(output: _Output) -> tuple[str, ...]:
-    early = "" if output.name == "next_token" else f"{output.name}_"
-    return (output.name, *((f"{early}distill",) if output.terms.divergence is not None else ()))
-
-
-def _classifier_name(output: _Output) -> str:
-    return f"{output.name}_classifier"
-
-
-def _outputs(recipe: LossRecipe, decoder: Decoder) -> tuple[_Output, ...]:
-    """Shallow to deep; an exit is named by how many steps a token has run when it leaves."""
-    plan = decoder.plan
-    distill = recipe.distill
-    last_weight, early = 1.0, []
-    if recipe.exits is not None:
-        steps = exit_steps(recipe.exits, plan)
-        *weights, last_weight = exit_weights(recipe.exits, exit_depths(recipe.exits, plan))
-        for index, weight in zip(steps, weights, strict=True):
-            share = weight * recipe.exits.distill_weight if recipe.exits.distill is not None else 0.0
-            early.append(_Output(index, HeadTerms(weight, recipe.exits.distill, share), f"exit_{index + 1}"))
-        for ahead in range(recipe.exits.draft):
-            weight = recipe.exits.coefficient * FURTHER**ahead
-            terms = HeadTerms(weight, recipe.exits.distill, weight * recipe.exits.distill_weight)
-            early.append(_Output(plan.unrolled_layers + ahead, terms, f"draft_{ahead + 1}"))
-    kind = None if distill is None else distill.kind
-    share = 0.0 if distill is None else last_weight * distill.weight
-    return (*early, _Output(plan.unrolled_layers - 1, HeadTerms(last_weight, kind, share), "next_token"))
 
 
 def _layerwise_states(recipe: LossRecipe, decoder: Decoder) -> tuple[tuple[int, ...], tuple[int, ...]]:
