@@ -128,14 +128,13 @@ def test_more_sequences_than_rows_where_every_token_runs_every_layer(mode: str) 
         Request(id=i, prompt=tuple(prompt), sampling=Sampling(max_new_tokens=new, ignore_eos=True), logprobs=2)
         for i, (prompt, new) in enumerate(zip(2 * many(model), 5 * (2, 6, 3, 5, 1, 7), strict=False))
     ]
+    alone = [generate(model, [list(request.prompt)], request.sampling, exiting=leaves)[0].tokens for request in work]
     steps, first = [], list[TokenLogprobs]()
     for sequences in (2, 3, 5):
         sizes = SMALL | {"batch_size": 2, "max_sequences": sequences, "burst": 4, "lag": 1, "prefill_chunk": 64}
         engine = Engine(model, exiting=leaves, **sizes)
         results = engine.run(work)
-        for result, request in zip(results, work, strict=True):
-            alone = generate(model, [list(request.prompt)], request.sampling, exiting=leaves)[0]
-            assert result.tokens == alone.tokens
+        assert [result.tokens for result in results] == alone
         told = [one for result in results for one in result.logprobs or ()]
         first = told if sequences == 2 else first
         assert [one.logprob for one in told] == pytest.approx([one.logprob for one in first], abs=1e-4)
