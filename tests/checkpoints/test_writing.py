@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
@@ -107,6 +108,28 @@ def test_a_process_that_is_killed_while_it_deletes_the_old_one_leaves_nothing_to
     shutil.rmtree(tmp_path / "m")
     write_model(tmp_path / "m", "new")
     assert contents(tmp_path) == model_of("new")
+
+
+def test_a_disk_that_is_full_when_the_tokenizer_is_written(tmp_path: Path) -> None:
+    """The tokenizers library raises a bare `Exception`, with what the system said in its text."""
+    place = tmp_path / "deep/m"
+    with pytest.raises(OutputError) as refused, whole_directory(place, False):
+        raise Exception("No space left on device (os error 28)")
+    assert str(refused.value) == f"cannot write {place}: No space left on device (os error 28); nothing was left behind"
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(Exception, match="a bug") as bug, whole_directory(place, False):
+        raise Exception("a bug")
+    assert type(bug.value) is Exception
+
+
+def test_a_file_that_cannot_be_written_is_told_by_the_name_that_it_would_have(tmp_path: Path) -> None:
+    def write() -> None:
+        with whole_directory(tmp_path / "m", False) as directory, whole_file(directory / "plot.png"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OutputError) as refused:
+        write()
+    assert str(refused.value) == f"cannot write {tmp_path / 'm' / 'plot.png'}: No space left on device"
 
 
 @pytest.mark.parametrize("name", ["m", "m[1]", "a*b?", "ein Modell ✓"])

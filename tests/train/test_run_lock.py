@@ -20,6 +20,7 @@ from fathomlm.train.directory import run_lock
 from fathomlm.train.distributed import World
 from fathomlm.train.report import SilentWatcher, read_records
 from fathomlm.train.run import train
+from interrupting import interrupted_everywhere
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = World(0, 1, torch.device("cpu"))
@@ -116,6 +117,26 @@ def test_a_directory_that_came_to_nothing_goes_again(tmp_path):
     with run_lock(tmp_path / "a/b", CPU, print):
         (tmp_path / "a/b/file").touch()
     assert [path.name for path in (tmp_path / "a/b").iterdir()] == ["file"]
+
+
+def test_a_lock_that_could_not_be_taken_leaves_nothing(tmp_path, monkeypatch):
+    def hold():
+        with run_lock(tmp_path / "a/b", CPU, print):
+            pass
+
+    stopped = 0
+    for _ in interrupted_everywhere(hold, lock_module, ("_take", "_lock")):
+        assert not (tmp_path / "a").exists()
+        stopped += 1
+    assert stopped > 8
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(OutputError, match="No space left"):
+        hold()
+    assert not (tmp_path / "a").exists()
 
 
 def test_only_the_first_rank_locks(tmp_path, monkeypatch):

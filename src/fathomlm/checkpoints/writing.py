@@ -159,13 +159,21 @@ def whole_directory(out: Path, force: bool, *, what: str = "model directory", si
         _open_to_readers(temporary)
         sync_tree(temporary)
         _swap(temporary, out, old)
-    except (OSError, SafetensorError) as error:
+    except BaseException as error:
         _discard(temporary, out, old, made)
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise OutputError(f"cannot write {out}: {reason}; nothing was left behind") from error
-    except BaseException:
-        _discard(temporary, out, old, made)
+        if (reason := _refusal(error)) is not None:
+            raise OutputError(f"cannot write {out}: {reason}; nothing was left behind") from error
+        if isinstance(error, OutputError):  # of a file within
+            raise OutputError(str(error).replace(str(temporary), str(out))) from error
         raise
+
+
+def _refusal(error: BaseException) -> str | None:
+    """Why the system refused to write, where it did. Libraries in Rust raise what is their own, tokenizers a bare one."""
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    rust = isinstance(error, SafetensorError) or (type(error) is Exception and "(os error " in str(error))
+    return str(error) if rust else None
 
 
 @contextmanager

@@ -287,22 +287,33 @@ def run_lock(directory: Path, world: World, note: Callable[[str], None]) -> Iter
 
 
 def _take(directory: Path, note: Callable[[str], None]) -> int:
-    path = directory / NAME
-    with writing(directory):
-        make_directories(directory)
-        while True:
-            handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-            try:
+    path, handle = directory / NAME, None
+    try:
+        with writing(directory):
+            make_directories(directory)
+            while True:
+                handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
                 _lock(handle, directory, note)
                 with suppress(FileNotFoundError):
                     if os.stat(path).st_ino == os.fstat(handle).st_ino:
                         os.ftruncate(handle, 0)
                         os.pwrite(handle, f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
                         return handle
-            except BaseException:
-                os.close(handle)
-                raise
-            os.close(handle)  # its holder removed the file after we had opened it: there is another, or none, by now
+                stale, handle = handle, None  # its holder removed the file after we had opened it: there is another, or none
+                os.close(stale)
+    except BaseException:
+        if handle is not None:
+            _let_go(handle, path)
+        raise
+
+
+def _let_go(handle: int, path: Path) -> None:
+    """Undo what was begun where the lock is ours, or could be: a full disk or Ctrl-C came before its file was written."""
+    with suppress(OSError):
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.stat(path).st_ino == os.fstat(handle).st_ino:
+            path.unlink()
+    os.close(handle)
 
 
 def _lock(handle: int, directory: Path, note: Callable[[str], None]) -> None:
