@@ -72,6 +72,21 @@ def test_a_scaling_that_was_added_by_hand_counts(name, tmp_path):
     torch.testing.assert_close(fathomlm.load(tmp_path)(TOKENS).logits, expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("older", [{}, {"rope_theta": 300.0}], ids=["nothing", "rope_theta"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma", "gemma3", "neox", "smollm3", "olmo2", "granite"])
+@torch.inference_mode()
+def test_rotary_fields_that_are_missing_are_those_of_the_family(name, older, tmp_path):
+    """SmolLM3 has a base of its own, and what others call rope_theta means nothing to GPT-NeoX."""
+    tiny(name).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["rope_parameters"]
+    (tmp_path / "config.json").write_text(
+        json.dumps(config | older | {"rotary_pct": 1.0})
+    )  # for GPT-NeoX, of which less is too small to tell
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path)(TOKENS).logits
+    torch.testing.assert_close(fathomlm.load(tmp_path)(TOKENS).logits, expected, rtol=0, atol=1e-5)
+
+
 def test_configuration_survives_the_way_there_and_back(pair):
     _, ours, directory = pair
     architecture = ours.architecture

@@ -19,6 +19,7 @@ from fathomlm.checkpoints.families.shared import (
     Fusion,
     llama_traits,
     rope_fields,
+    rope_of,
     size,
     windows_of,
     write_common,
@@ -91,7 +92,7 @@ def write_olmo2(a: Architecture) -> dict[str, Any]:
 
 def read_smollm3(config: Config) -> Architecture:
     """Some layers are without rotary positions."""
-    found = read_llama(config, "smollm3")
+    found = dataclasses.replace(read_llama(config, "smollm3"), rope=rope_of(config, 2_000_000.0))
     every = config.integer("no_rope_layer_interval", at_least=1, default=4)
     usual = [int((i + 1) % every != 0) for i in range(found.layers)]
     given = config.integers("no_rope_layers", at_least=0, at_most=1) if config.raw("no_rope_layers") else usual

@@ -40,7 +40,7 @@ def read_neox(config: Config) -> Architecture:
     parameters = rope_fields(config)
     fraction = config.number("rotary_pct", default=0.25)
     fraction = parameters.number("partial_rotary_factor", default=fraction) if parameters else fraction
-    theta = config.number("rotary_emb_base", default=config.number("rope_theta", default=10_000.0))
+    theta = config.number("rotary_emb_base", default=10_000.0)
     return Architecture(
         family="neox",
         **sizes | {"kv_heads": sizes["heads"], "head_dim": sizes["hidden"] // sizes["heads"]},
