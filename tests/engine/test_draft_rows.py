@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from typing import Any
 
 import pytest
@@ -18,16 +17,9 @@ from fathomlm.engine.programs import lone_rows
 from fathomlm.engine.programs.base import DRAFTED, FLAGS, SLOT, VALID, SamplingVariant
 from fathomlm.engine.programs.draft_layer import DraftLayerProgram
 from fathomlm.engine.programs.draft_rows import BestRows
-from fathomlm.kernels.triton_here import triton
+from with_triton import GPU, WITH_TRITON
 
-GPU = torch.cuda.is_available()
-pytestmark = [
-    pytest.mark.skipif(
-        triton is None or not (GPU or os.environ.get("TRITON_INTERPRET") == "1"),
-        reason="needs Triton, and a CUDA device or TRITON_INTERPRET=1",
-    ),
-    *([pytest.mark.gpu] if GPU else []),
-]
+pytestmark = WITH_TRITON
 SETTINGS = {
     "chain": Exiting(mode="speculative", threshold=0.0, max_stack=3),
     "tree": Exiting(mode="speculative", draft_tree=(2, 1, 2)),

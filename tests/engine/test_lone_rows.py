@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from typing import Any
 
 import pytest
@@ -20,16 +19,9 @@ from fathomlm.engine.engine import Engine
 from fathomlm.engine.programs import lone_rows
 from fathomlm.engine.programs.base import CONFIDENCE, DEPTH, EPOCH, FLAGS, SLOT, VALID, SamplingVariant
 from fathomlm.engine.programs.exits import ExitProgram
-from fathomlm.kernels.triton_here import triton
+from with_triton import GPU, WITH_TRITON
 
-GPU = torch.cuda.is_available()
-pytestmark = [
-    pytest.mark.skipif(
-        triton is None or not (GPU or os.environ.get("TRITON_INTERPRET") == "1"),
-        reason="needs Triton, and a CUDA device or TRITON_INTERPRET=1",
-    ),
-    *([pytest.mark.gpu] if GPU else []),
-]
+pytestmark = WITH_TRITON
 STACK = 3
 SIZES: dict[str, Any] = {"max_sequences": 1, "batch_size": 3, "page_size": 4, "max_length": 48}
 

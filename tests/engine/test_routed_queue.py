@@ -6,7 +6,6 @@ questions one after the other, as a decode step asks them, and everything that m
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
@@ -18,17 +17,10 @@ from fathomlm.engine.options import EngineOptions
 from fathomlm.engine.programs.base import ProgramContext
 from fathomlm.engine.programs.routed_queue import RoutedQueue, TorchQueue, TritonQueue
 from fathomlm.engine.runner import Runner
-from fathomlm.kernels.triton_here import triton
 from model.route.small import model_of, routed
+from with_triton import GPU, WITH_TRITON
 
-GPU = torch.cuda.is_available()
-pytestmark = [
-    pytest.mark.skipif(
-        triton is None or not (GPU or os.environ.get("TRITON_INTERPRET") == "1"),
-        reason="needs Triton, and a CUDA device or TRITON_INTERPRET=1",
-    ),
-    *([pytest.mark.gpu] if GPU else []),
-]
+pytestmark = WITH_TRITON
 CASES: dict[str, dict[str, Any]] = {
     "router": {},
     "shared entries": {"kv": "share"},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from typing import Any
 
 import pytest
@@ -19,17 +18,10 @@ from fathomlm.engine.engine import Engine
 from fathomlm.engine.programs import whole_rows
 from fathomlm.engine.programs.base import EPOCH, FLAGS, LOGPROB, SLOT, VALID, SamplingVariant
 from fathomlm.engine.programs.whole import WholeProgram
-from fathomlm.kernels.triton_here import triton
 from fathomlm.model.seq2seq import FathomModel
+from with_triton import GPU, WITH_TRITON
 
-GPU = torch.cuda.is_available()
-pytestmark = [
-    pytest.mark.skipif(
-        triton is None or not (GPU or os.environ.get("TRITON_INTERPRET") == "1"),
-        reason="needs Triton, and a CUDA device or TRITON_INTERPRET=1",
-    ),
-    *([pytest.mark.gpu] if GPU else []),
-]
+pytestmark = WITH_TRITON
 ROWS = 4
 SIZES: dict[str, Any] = {"batch_size": ROWS, "page_size": 4, "max_length": 48, "compile": False}
 

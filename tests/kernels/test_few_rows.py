@@ -3,7 +3,6 @@ computes as it is, and on a GPU in 16 bits, held against the twins in float32.""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,17 +14,10 @@ from fathomlm.decode.draft_tree import TreeShape
 from fathomlm.engine.programs.draft_tree import seen_bits
 from fathomlm.kernels import few_attention, few_rows, paged_attention, row_linear, row_qkv
 from fathomlm.kernels.few_rows import FewBlocks
-from fathomlm.kernels.triton_here import triton
 from kernels.row_cases import NEAR, angles, randoms, some_slots
+from with_triton import GPU, WITH_TRITON
 
-GPU = torch.cuda.is_available()
-pytestmark = [
-    pytest.mark.skipif(
-        triton is None or not (GPU or os.environ.get("TRITON_INTERPRET") == "1"),
-        reason="needs Triton, and a CUDA device or TRITON_INTERPRET=1",
-    ),
-    *([pytest.mark.gpu] if GPU else []),
-]
+pytestmark = WITH_TRITON
 DEVICE, DTYPE = ("cuda", torch.bfloat16) if GPU else ("cpu", torch.float32)
 EPS, PAGE = 1e-5, 4
 BLOCKS = [None, FewBlocks(8, 2, True), FewBlocks(16, 4, False)]
