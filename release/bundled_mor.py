@@ -67,11 +67,13 @@ class Deadline:
 
 
 def prepare(args: argparse.Namespace) -> None:
-    from fathomlm.train.data.tokenizers import fingerprint
+    from fathomlm.train.data.tokenizers import find_tokenizer, fingerprint
 
     text, tokenizer, out = args.out / "text", args.out / "tokenizer", args.out
     counts = data.filter_text(args.corpus, text)
-    if not (tokenizer / "tokenizer.json").exists():
+    if args.tokenizer is not None:
+        find_tokenizer(args.tokenizer).save_pretrained(tokenizer)
+    elif not (tokenizer / "tokenizer.json").exists():
         data.learn_tokenizer(sorted(text.glob("train-*.jsonl")), args.vocab, args.sample).save_pretrained(tokenizer)
     corpus = data.prepare_tokens(text, tokenizer, out / "corpus", args.workers)
     splits = {name: split.tokens for name, split in corpus.manifest.splits.items()}
@@ -183,6 +185,7 @@ def main() -> None:
     add = verb(verbs, "prepare", prepare)
     add("--corpus", type=Path, required=True, help="train-*.jsonl.xz and val.jsonl.xz, with `text` and `source`")
     add("--out", type=Path, required=True)
+    add("--tokenizer", metavar="NAME", help="a model's, such as fathom-mor-23m, instead of a new one")
     add("--vocab", type=int, default=data.VOCAB)
     add("--sample", type=int, default=data.SAMPLE, help="characters that the tokenizer is learnt from")
     add("--workers", type=int, default=workers)

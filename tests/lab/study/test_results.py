@@ -63,6 +63,27 @@ def test_one_seed_gives_no_interval_and_no_order(values: Values, tmp_path: Path)
     assert all(row.against is None or row.against.half is None for row in found.rows)
 
 
+def test_the_spread_is_that_of_all_studies_that_were_made_alike(values: Values, tmp_path: Path) -> None:
+    looped = {"model": {"sharing": "middle-cycle", "recursions": 2}}
+    one = build_study(values(seeds=[0]), "test")
+    rates = {f"rate-{rate}": {"optimizer": {"lr": rate}} for rate in (0.1, 0.2, 0.3)}
+    more = {"name": "more", "variants": {"plain": {}, "recursive": looped, **rates}, "baseline": "plain", "claims": []}
+    alike = build_study(values(**more), "test")
+    unlike = build_study(values(**more | {"common": values()["common"] | {"schedule": {"warmup": 3}}}), "test")
+    levels = LEVELS | dict.fromkeys(rates, 3.2)
+    for study in (one, alike, unlike):
+        fill(study, Ledger(tmp_path), lambda job: levels[job.run.variant.name] + noise(job))
+    records = Ledger(tmp_path).all()
+    alone, with_unlike = (collect(one, records, others) for others in ((), (unlike,)))
+    assert alone.judged == with_unlike.judged
+    assert verdict(alone) == "not resolved at this scale"
+    found = collect(one, records, (unlike, alike))
+    assert verdict(found) == "confirmed"
+    gap = found.judged[0].found
+    assert gap is not None
+    assert (gap.seeds, gap.freedom) == (1, 4), "plain and recursive are the same runs in both studies, and count once"
+
+
 def test_what_was_not_run_is_said(values: Values, tmp_path: Path) -> None:
     study = build_study(values(), "test")
     assert verdict(collect(study, [])) == "not run yet"
@@ -82,7 +103,7 @@ def test_a_claim_about_an_axis_is_tried_at_every_place_or_for_the_best(values: V
     assert [(j.one, j.verdict) for j in found.judged] == [
         ("low-plain", "confirmed"), ("high-plain", "refuted"), ("low-plain", "confirmed"),
     ]  # fmt: skip
-    assert verdict(found, 0) == "not resolved at this scale (1 confirmed, 1 refuted, 0 open)"
+    assert verdict(found, 0) == "not resolved at this scale (1 confirmed, 1 refuted)"
     partly = results(study, tmp_path / "partly", lambda job: None if job.run.variant.name == "high-plain" else 3.0)
     assert verdict(partly, 1) == "not run yet", "the best of a part is not the best"
 

@@ -17,10 +17,11 @@ from fathomlm.lab.analyze.scaling import architecture_name
 from fathomlm.lab.common import markdown, optional
 from fathomlm.lab.drawing import DASHES, LINES, MARKERS, check_matplotlib, new_figure, plain_axes, save_figure
 from fathomlm.lab.evaluate.tasks import TASKS
+from fathomlm.lab.study.differences import Difference
 from fathomlm.lab.study.ledger import Ledger
-from fathomlm.lab.study.results import METRICS, Difference, Judged, Results, Row, collect, overall
+from fathomlm.lab.study.results import METRICS, Judged, Results, Row, collect, overall
 from fathomlm.lab.study.scores import counted
-from fathomlm.lab.study.spec import Claim, Study
+from fathomlm.lab.study.spec import Claim, Study, read_studies
 from fathomlm.train.schedule import row_length
 
 MADE = "# Results\n\nMade by `fathomlm study report`"
@@ -29,16 +30,19 @@ HEAD = f"""\
 
 Losses are on held-out documents, in nats per token; those of routed models are causal, as at inference. Runs of one seed
 share their data order and, where shapes agree, their initialisation, so differences are paired by seed. Intervals are 95 %,
-from Student's t over the residual of variant and seed, which is taken over all variants of a study that share the seeds.
-A claim is *confirmed* or *refuted* where the whole interval lies on one side, and *not resolved at this scale* where it does
-not, or where there is one seed only. Scale means these sizes and budgets: the thesis trains models ten times as large on a
-hundred times as many tokens.
+from Student's t over the residual of variant and seed. That spread of single runs is taken over all runs that were made
+alike, those of other studies with the same common settings and budget among them. A pair with one seed has the spread of the
+others, and no interval where nothing was repeated. A claim is *confirmed* or *refuted* where the whole interval lies on one
+side, and *not resolved at this scale* where it does not or where there is none. Scale means these sizes and budgets: the
+thesis trains models ten times as large on a hundred times as many tokens.
 """
 
 
 def results_of(studies: Sequence[Study], ledger: Ledger) -> list[Results]:
+    """Whichever studies are asked for, spreads are of all runs that were made alike, those of other shipped studies too."""
     records = ledger.all() if ledger.directory.is_dir() else []
-    return [collect(study, records) for study in studies]
+    known = {study.name: study for study in [*read_studies([]), *studies]}
+    return [collect(study, records, [other for name, other in known.items() if name != study.name]) for study in studies]
 
 
 def write_report(results: Sequence[Results], out: Path) -> list[Path]:

@@ -1,10 +1,5 @@
-"""What follows from a study's records: a row for each variant and budget, and a verdict for each claim. Both come
-from differences between variants, paired by seed, with 95 % intervals.
-
-Runs of one seed share their initialisation and their data, so a seed's luck is common to all variants and falls out of
-differences. What is left, the residual of variant and seed, is taken over all variants of a study that have the same seeds:
-with two seeds a pair alone would have one degree of freedom, and an interval six times as wide. Where fewer than three
-variants share the seeds, the pair's own spread is taken. With one seed there is no interval, and so no order.
+"""What follows from a study's records: a row for each variant and budget, and a verdict for each claim. Both come from
+differences between variants (`lab/study/differences.py`), whose spread is that of all runs that were made alike.
 """
 
 from __future__ import annotations
@@ -15,11 +10,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any
 
 from fathomlm.lab.analyze.scaling import FinishedRun, ScalingFit, architecture_name, fit_runs
+from fathomlm.lab.study.differences import BySeed, Difference, Verdict, decide, difference
 from fathomlm.lab.study.jobs import Job, Place, jobs_of
-from fathomlm.lab.study.ledger import Record, identity
+from fathomlm.lab.study.ledger import Record, fingerprint, identity
 from fathomlm.lab.study.scores import counted
 from fathomlm.lab.study.spec import Budget, Claim, Study, Variant
 
@@ -31,6 +27,14 @@ METRICS = {
     "mean_depth": "mean depth",
 }
 """Of routers, in a report's order."""
+SHORT: dict[Verdict, str] = {
+    "confirmed": "confirmed",
+    "refuted": "refuted",
+    "not resolved at this scale": "open",
+    "not run yet": "not run",
+}
+Peers = Sequence[Mapping[int, Record]]
+"""Finished runs of some variants, by seed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,9 +52,7 @@ class Row:
     is_baseline: bool
 
     def by_seed(self, metric: str) -> dict[int, float]:
-        """A metric of the finished runs that have it."""
-        found = {seed: metric_of(record, metric) for seed, record in self.records.items()}
-        return {seed: value for seed, value in found.items() if value is not None}
+        return metric_by_seed(self.records, metric)
 
     def mean(self, metric: str = "loss") -> float | None:
         values = self.by_seed(metric)
@@ -115,8 +117,16 @@ def metric_of(record: Record, metric: str) -> float | None:
     return None if value is None else float(value)
 
 
-def collect(study: Study, records: Iterable[Record]) -> Results:
-    """The results of a study: its finished runs are those in `records` whose settings are those of the YAML now."""
+def metric_by_seed(records: Mapping[int, Record], metric: str) -> dict[int, float]:
+    """A metric of those runs that have it."""
+    found = {seed: metric_of(record, metric) for seed, record in records.items()}
+    return {seed: value for seed, value in found.items() if value is not None}
+
+
+def collect(study: Study, records: Iterable[Record], others: Iterable[Study] = ()) -> Results:
+    """The results of a study: its finished runs are those in `records` whose settings are those of the YAML now. The spread
+    is also that of `others` with the same common settings and budgets."""
+    records = list(records)
     jobs = jobs_of(study, Place(None, Path()))
     wanted = {job.fingerprint for job in jobs}
     own = [record for record in records if record["fingerprint"] in wanted]
@@ -134,45 +144,72 @@ def collect(study: Study, records: Iterable[Record]) -> Results:
         made.setdefault(key, {})
         if job.fingerprint in finished:
             made[key][job.run.seed] = finished[job.fingerprint]
-    rows = tuple(_row(study, v, b, first, made) for b in study.budgets for v in study.variants)
+    on_corpus = [r for r in records if r["status"] == "finished" and r["data"]["mark"] == corpus_checksum]
+    alike = [
+        (study, jobs),
+        *((other, jobs_of(other, Place(None, Path()))) for other in others if other.common == study.common),
+    ]
+    peers = {budget.name: _peers(budget, alike, on_corpus) for budget in study.budgets}
+    rows = tuple(_row(study, v, b, first, made, peers[b.name]) for b in study.budgets for v in study.variants)
     return Results(
         study=study,
         rows=rows,
-        judged=tuple(judged for claim in study.claims for judged in judge(study, claim, rows)),
+        judged=tuple(judged for claim in study.claims for judged in judge(study, claim, rows, peers)),
         failed=tuple(failed.values()),
         planned=len(jobs),
         left_out=sum(checksums.values()) - len(finished) if corpus_checksum is not None else 0,
     )
 
 
-def _row(study: Study, variant: Variant, budget: Budget, first: dict[Any, Job], made: dict[Any, dict[int, Record]]) -> Row:
+def _peers(budget: Budget, alike: Iterable[tuple[Study, list[Job]]], records: Iterable[Record]) -> Peers:
+    """The runs that were made alike under a budget: by seed for each variant of any study, once where studies share it."""
+    finished = {record["fingerprint"]: record for record in records}
+    found: dict[str, dict[int, Record]] = {}
+    for study, jobs in alike:
+        same = {one.name for one in study.budgets if one.section == budget.section}
+        for job in jobs:
+            if job.run.budget.name in same and job.fingerprint in finished:
+                variant = fingerprint(job.shaped.recipe, without="seed")
+                found.setdefault(variant, {})[job.run.seed] = finished[job.fingerprint]
+    return tuple(found.values())
+
+
+def _spread(peers: Peers, metric: str) -> list[BySeed]:
+    return [values for runs in peers if (values := metric_by_seed(runs, metric))]
+
+
+def _row(
+    study: Study,
+    variant: Variant,
+    budget: Budget,
+    first: dict[Any, Job],
+    made: dict[Any, dict[int, Record]],
+    peers: Peers,
+) -> Row:
     base = study.baseline_of(variant)
-
-    def losses(name: str) -> dict[int, float]:
-        return {seed: float(record["loss"]) for seed, record in made[name, budget.name].items()}
-
     same = base.name == variant.name
-    among = [losses(each.name) for each in study.variants]
+    one, other = (metric_by_seed(made[each.name, budget.name], "loss") for each in (variant, base))
     return Row(
         variant=variant,
         budget=budget,
         job=first[variant.name, budget.name],
         records=made[variant.name, budget.name],
-        against=None if same else difference(losses(variant.name), losses(base.name), among),
+        against=None if same else difference(one, other, _spread(peers, "loss")),
         is_baseline=same,
     )
 
 
-def judge(study: Study, claim: Claim, rows: Iterable[Row]) -> list[Judged]:
+def judge(study: Study, claim: Claim, rows: Iterable[Row], peers: Mapping[str, Peers]) -> list[Judged]:
     """A claim under each of its budgets, at each place of the other axes or for the best of each side."""
     found = []
     for budget in study.budgets:
         if claim.budgets and budget.name not in claim.budgets:
             continue
         values = {row.variant.name: row.by_seed(claim.metric) for row in rows if row.budget.name == budget.name}
+        spread = _spread(peers[budget.name], claim.metric)
         for one, other in _pairs(study, claim, values):
             complete = not claim.best or _common_seeds(study, claim, values)  # the best of a part is not the best
-            gap = difference(values[one], values[other], [v for v in values.values() if v]) if complete else None
+            gap = difference(values[one], values[other], spread) if complete else None
             verdict = decide(gap, *((-math.inf, 0.0) if claim.same is None else (-claim.within, claim.within)))
             found.append(Judged(claim=claim, budget=budget.name, one=one, other=other, found=gap, verdict=verdict))
     return found
@@ -208,9 +245,10 @@ def overall(judged: Iterable[Judged]) -> str:
     counts = Counter(each.verdict for each in judged)
     if len(counts) == 1:
         return next(iter(counts))
-    words = ", ".join(f"{counts[verdict]} {verdict.split()[0]}" for verdict in ("confirmed", "refuted") if counts[verdict])
-    rest = sum(counts.values()) - counts["confirmed"] - counts["refuted"]
-    return "not resolved at this scale" + (f" ({words}, {rest} open)" if words else "")
+    if not counts["confirmed"] and not counts["refuted"]:
+        return "not resolved at this scale"
+    told = ", ".join(f"{counts[verdict]} {word}" for verdict, word in SHORT.items() if counts[verdict])
+    return f"not resolved at this scale ({told})"
 
 
 def _fitted(row: Row) -> FinishedRun:
@@ -225,94 +263,3 @@ def _fitted(row: Row) -> FinishedRun:
         tokens=int(record["tokens"]),
         loss=loss,
     )
-
-
-T_95 = (
-    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
-    2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
-)  # fmt: skip
-"""Student's t, two-sided 95 %, for 1 to 30 degrees of freedom."""
-LEAST_VARIANTS = 3
-"""That a pooled spread is taken from."""
-
-Verdict = Literal["confirmed", "refuted", "not resolved at this scale", "not run yet"]
-BySeed = Mapping[int, float]
-"""A metric of one variant by seed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
-    """The mean difference of two variants over the seeds that both have."""
-
-    mean: float
-    seeds: int
-    half: float | None
-    """Half the width of the 95 % interval; None with one seed."""
-    freedom: int
-    """Degrees of freedom of the spread."""
-
-    @property
-    def low(self) -> float | None:
-        return None if self.half is None else self.mean - self.half
-
-    @property
-    def high(self) -> float | None:
-        return None if self.half is None else self.mean + self.half
-
-
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """The standard deviation of a single run around variant and seed."""
-
-    deviation: float
-    freedom: int
-
-
-def t_95(freedom: int) -> float:
-    """Beyond the table its normal limit, widened to first order."""
-    return T_95[freedom - 1] if freedom <= len(T_95) else 1.960 * (1 + 1.21 / freedom)
-
-
-def residual(variants: Sequence[BySeed]) -> Spread | None:
-    """What is left of losses when each variant's and each seed's mean is taken out; None where too little is known."""
-    shared = sorted(set.intersection(*(set(values) for values in variants))) if variants else []
-    V, S = len(variants), len(shared)
-    if S < 2 or V < 2:
-        return None
-    rows = [fmean(values[seed] for seed in shared) for values in variants]
-    columns = [fmean(values[seed] for values in variants) for seed in shared]
-    whole = fmean(rows)
-    squares = sum(
-        (values[seed] - row - column + whole) ** 2
-        for values, row in zip(variants, rows, strict=True)
-        for seed, column in zip(shared, columns, strict=True)
-    )
-    freedom = (V - 1) * (S - 1)
-    return Spread(math.sqrt(squares / freedom), freedom)
-
-
-def difference(one: BySeed, other: BySeed, among: Sequence[BySeed] = ()) -> Difference | None:
-    """`one` less `other`; `among` are all variants of the study under that budget. None without a common seed."""
-    shared = sorted(set(one) & set(other))
-    if not shared:
-        return None
-    mean = fmean(one[seed] - other[seed] for seed in shared)
-    peers = [values for values in among if set(shared) <= set(values)]
-    cut = [{seed: values[seed] for seed in shared} for values in peers]
-    pair = [{seed: values[seed] for seed in shared} for values in (one, other)]
-    spread = residual(cut if len(cut) >= LEAST_VARIANTS else pair)
-    if spread is None:
-        return Difference(mean=mean, seeds=len(shared), half=None, freedom=0)
-    half = t_95(spread.freedom) * spread.deviation * math.sqrt(2 / len(shared))
-    return Difference(mean=mean, seeds=len(shared), half=half, freedom=spread.freedom)
-
-
-def decide(found: Difference | None, low: float, high: float) -> Verdict:
-    """Whether a difference that was claimed to lie between two bounds does."""
-    if found is None:
-        return "not run yet"
-    if found.low is None or found.high is None:
-        return "not resolved at this scale"
-    if low < found.low and found.high < high:
-        return "confirmed"
-    return "refuted" if found.low > high or found.high < low else "not resolved at this scale"
