@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from fathomlm.model.decoder import Decoder
 from fathomlm.model.route.trace import RoutingMeter
 from fathomlm.train.data.loader import prefetch
 from fathomlm.train.losses.head import IGNORE
-from fathomlm.train.losses.routing import routing_names
+from fathomlm.train.losses.routing import openness, routing_names
 from fathomlm.train.objective import Objective
 from fathomlm.train.optim import build_optimizer, choose_trained, parameter_groups, set_rate
 from fathomlm.train.recipe import BatchRecipe, LossRecipe, OptimizerRecipe, RoutingLossRecipe
@@ -85,6 +85,38 @@ def test_padding_changes_no_sum_of_token_choice_and_teaches_no_router(router: st
     if router == "token":
         rows = [asked(tokens[i : i + 1, 12 - n :], targets[i : i + 1, 12 - n :])[1] for i, n in enumerate([12, 7, 12, 4])]
         torch.testing.assert_close(sum(rows), parts)
+
+
+@pytest.mark.parametrize("kv", KV)
+def test_documents_with_a_capacity_each_learn_as_rows_of_their_own(kv: str) -> None:
+    asked, tokens = objective("expert", kv), some_tokens(2, 24)
+    targets = tokens.roll(-1, 1)
+    targets[:, [11, 23]] = IGNORE
+    documents = torch.tensor([[0] * 12 + [1] * 12] * 2)
+    expected = asked(tokens.view(4, 12), targets.view(4, 12))
+    rows_compete = asked(tokens, targets, documents_BT=documents)
+    asked._teaches = dataclasses.replace(TEACHES, capacity_per_document=True)
+    torch.testing.assert_close(asked(tokens, targets, documents_BT=documents), expected)
+    assert not torch.allclose(rows_compete[1], expected[1]), "where the row competes the documents' parts differ"
+
+
+@pytest.mark.parametrize("shape", ["smooth", "stairs"])
+def test_capacities_fall_with_every_step_or_in_stairs(shape: Literal["smooth", "stairs"]) -> None:
+    """By the mean depth of what is trained: the tokens that each recursion keeps."""
+    asked = objective("expert")
+    asked._teaches = teaches = dataclasses.replace(TEACHES, capacity_warmup=24, capacity_warmup_shape=shape)
+    tokens = some_tokens(1, 48)
+    routing, at = asked.decoder.plan.routing, asked.names.index("mean_depth")
+    assert routing is not None
+    left = {"smooth": lambda step: max(0.0, 1 - step / 24), "stairs": lambda step: max(0.0, 1 - step // 3 / 8)}[shape]
+    found = []
+    for step in (*range(26), 40):
+        asked.warm_up(step, torch.device("cpu"))
+        assert asked.openness == openness(teaches, step)
+        found.append(asked(tokens, tokens.roll(-1, 1))[1][at].item())
+        kept = [routing.kept(recursion, 48, left(step)) for recursion in range(3)]
+        assert found[-1] == pytest.approx(sum(kept)), (step, kept)
+    assert len(set(found)) == (25 if shape == "smooth" else 9)
 
 
 @pytest.mark.parametrize("router", [*SPLIT, "expert, random"])
