@@ -104,22 +104,16 @@ def test_a_metric_of_texts(plain: str, tmp_path: Path, capsys: Any) -> None:
     data = tmp_path / "rows.jsonl"
     row = {"context": "A fathom is six feet.", "question": "How long?", "answers": ["six feet"]}
     data.write_text(json.dumps(row) + "\n")
-    words = [
-        "--sweep",
-        "exit-layer",
-        "--exit-layer",
-        "4",
-        "--quality",
-        "squad",
-        *SHORT,
-        "--out",
-        str(tmp_path / "out"),
-        "--json",
-    ]
-    assert main(["eval", "frontier", plain, "--data", str(data), *words]) == 0
+    words = ["--sweep", "exit-layer", "--exit-layer", "4", "--quality", "squad", *SHORT, "--json", "--out"]
+    assert main(["eval", "frontier", plain, "--data", str(data), *words, str(tmp_path / "out")]) == 0
     (curve,) = json.loads(capsys.readouterr().out)["curves"]
     assert [point["value"] for point in curve["points"]] == [4, None]
     assert all(0 <= point["quality"] <= 100 for point in curve["points"])
+    data.write_text(json.dumps({"ask": row["context"], "say": row["answers"]}) + "\n")
+    for prompt in ("--source=ask", "--prompt={ask}\\nHow long?"):
+        given = [*words, str(tmp_path / prompt[2:8]), prompt, "--references", "say"]
+        assert main(["eval", "frontier", plain, "--data", str(data), *given]) == 0
+        assert json.loads(capsys.readouterr().out)["curves"][0]["points"][0]["value"] == 4
 
 
 def test_mistakes_are_one_line(looped: str, plain: str, data: str, tmp_path: Path, mistake: Any, monkeypatch: Any) -> None:
@@ -137,6 +131,7 @@ def test_mistakes_are_one_line(looped: str, plain: str, data: str, tmp_path: Pat
     assert "requires a looped model" in mistake(plain, "--data", data, "--sweep", "depth")
     assert "requires --sweep exit-layer" in mistake(looped, "--data", data, "--sweep", "depth", "--exit-layer", "2")
     assert "does not exist" in mistake(plain, "--data", "nowhere.txt", "--sweep", "exit-layer")
+    assert "--references requires a --quality of completions" in mistake(plain, *threshold, "--references", "say")
     assert ">= 2, got 1" in mistake(plain, *threshold, "--max-new-tokens", "1")
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / "mine").write_text("")

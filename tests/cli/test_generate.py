@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 from pathlib import Path
@@ -14,6 +15,7 @@ from fathomlm.cli.generate import Generate
 from fathomlm.cli.main import main
 from fathomlm.decode.full import generate
 from fathomlm.decode.prompts import chat_prompt
+from fathomlm.engine.session import EngineSession
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPT = "the depth of the water"
@@ -61,6 +63,21 @@ def test_text_on_standard_output_and_cost_on_standard_error(run: Any, tiny_model
     assert answer.err.count("\n") == 1
     assert "new in" in answer.err
     assert "tokens/s" in answer.err
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_tokens_that_all_come_at_once_have_no_rate(run: Any, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    """As a text of a few tokens may, whose drafts are verified in one pass."""
+    with_times = EngineSession._generation
+    monkeypatch.setattr(
+        EngineSession, "_generation", lambda *args: dataclasses.replace(with_times(*args), decode_seconds=0.0)
+    )
+    answer = run("-p", PROMPT, "--max-new-tokens", "3", *(["--json"] if form == "json" else []))
+    assert answer.code == 0
+    if form == "json":
+        assert json.loads(answer.out)["tokens_per_second"] == json.loads(answer.out)["results"][0]["tokens_per_second"] == 0
+    else:
+        assert "3 new in 0.00 s; " in answer.err
 
 
 def test_streamed_text_is_the_same(run: Any, tiny_model: Any) -> None:

@@ -132,20 +132,23 @@ def _print_texts(prompts: Sequence[str], results: Sequence[Generation]) -> None:
 
 
 def _rate(results: Sequence[Generation]) -> float:
-    """Tokens a second of the whole batch while decoding; the first token of each row belongs to the prefill."""
+    """Tokens a second of the whole batch while decoding; the first token of each row belongs to the prefill. 0 where each
+    row's tokens came at once."""
     seconds = max(result.decode_seconds for result in results)
     tokens = sum(len(result.tokens) - 1 for result in results)
-    return tokens / seconds if tokens else 0.0
+    return tokens / seconds if seconds else 0.0
 
 
 def _statistic(results: Sequence[Generation]) -> str:
     prompt_tokens = sum(len(result.prompt_tokens) for result in results)
     tokens = sum(len(result.tokens) for result in results)
     seconds = max(result.decode_seconds for result in results)
+    rate = _rate(results)
+    speed = f", {rate:.1f} tokens/s" if rate else ""
     ended = ENDED[results[0].finish] if len(results) == 1 else f"{len(results)} completions"
     return (
-        f"[{prompt_tokens} prompt tokens in {results[0].prefill_seconds:.2f} s, {tokens} new in {seconds:.2f} s, "
-        f"{_rate(results):.1f} tokens/s; {_depths(results)}{exit_statistic(results)}{ended}]"
+        f"[{prompt_tokens} prompt tokens in {results[0].prefill_seconds:.2f} s, {tokens} new in {seconds:.2f} s{speed}; "
+        f"{_depths(results)}{exit_statistic(results)}{ended}]"
     )
 
 

@@ -74,8 +74,9 @@ class Generation:
 
     @property
     def tokens_per_second(self) -> float:
-        """The rate of decoding; the first token belongs to the prefill. 0 where there was only one."""
-        return (len(self.tokens) - 1) / self.decode_seconds if len(self.tokens) > 1 else 0.0
+        """The rate of decoding; the first token belongs to the prefill. 0 where there was only one, or where all came at
+        once, as an engine may hand over the few tokens of a short text."""
+        return (len(self.tokens) - 1) / self.decode_seconds if self.decode_seconds else 0.0
 
 
 def exit_rate(results: Sequence[Generation]) -> float:

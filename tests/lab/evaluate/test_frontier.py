@@ -12,7 +12,7 @@ from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.full import generate
 from fathomlm.decode.sampling import Sampling
 from fathomlm.depth.cost import count
-from fathomlm.errors import OptionError
+from fathomlm.errors import DataError, OptionError
 from fathomlm.lab.evaluate import frontier as module
 from fathomlm.lab.evaluate.frontier import (
     FULL_DEPTH,
@@ -204,6 +204,12 @@ def test_costs_are_stated_against_the_reference():
     assert point.ms_per_token == 1000 / 8
     assert curve.latency_area == curve.flops_area == 0.25
     assert curve.to_dict()["points"][0]["quality"] == 3.0
+
+
+def test_completions_that_came_at_once_cannot_be_timed():
+    whole = DecodedSweep(results=tuple(generate(model_of("plain"), PROMPTS, SAMPLING)), seconds=0.0, flops_per_token=1.0)
+    with pytest.raises(DataError, match="came at once"):
+        build_curve("m", "6 layers", [FULL_DEPTH], [whole], [(3.0, 0.5)], reference=whole)
 
 
 def test_a_frontier_of_no_repeats_is_refused():

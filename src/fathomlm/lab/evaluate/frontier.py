@@ -24,7 +24,7 @@ from fathomlm.decode.sampling import Sampling
 from fathomlm.depth import DepthPlan
 from fathomlm.depth.cost import count
 from fathomlm.engine.session import Decode, EngineSession, reference_only
-from fathomlm.errors import OptionError, choices
+from fathomlm.errors import DataError, OptionError, choices
 from fathomlm.lab.common import OnProgress, unwatched
 from fathomlm.lab.evaluate.outputs import FULL, Output, depth_outputs, exit_outputs
 from fathomlm.model.route import DepthControl
@@ -249,6 +249,10 @@ def build_curve(
     reference: DecodedSweep,
 ) -> TradeOffCurve:
     """`qualities` are (quality, score) of each setting; `reference` is the first model at full depth."""
+    if not reference.seconds:
+        raise DataError(
+            "the tokens of each completion came at once at full depth, so they cannot be timed; write longer ones"
+        )
     points = tuple(
         SweepPoint(
             name=setting.name,

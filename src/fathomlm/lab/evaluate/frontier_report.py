@@ -134,12 +134,11 @@ def _apart(points: Sequence[SweepPoint], field: str) -> list[SweepPoint]:
 
 
 def run(options: Frontier) -> int:
-    pack = _check(options)
+    pack, form = _check(options), _form(options)
 
     check_matplotlib()
     check_directory(options.out, "frontier", options.force)
     settings = {name: _settings(options, pack, name) for name in options.models}  # refuses before weights are loaded
-    form = _form(options)
     documents = read_documents([str(options.data)], options.column, options.prompts) if form is None else []
     curves: list[TradeOffCurve] = []
     reference: DecodedSweep | None = None
@@ -207,10 +206,15 @@ def _one_layer(options: Frontier) -> int | None:
 def _form(options: Frontier) -> PromptForm | None:
     """How rows with references are read; None where the data are text."""
     if options.quality in ("agreement", "ppl"):
+        if given := [f"--{name}" for name in ("source", "prompt", "references") if getattr(options, name) is not None]:
+            raise OptionError(f"{given[0]} requires a --quality of completions: rouge, bleu, squad or number")
         return None
 
     find_metric(options.quality)
-    return choose_form(options.data, source=None, prompt=None, reference=None, metric=options.quality, shots=None)
+    return choose_form(
+        options.data, source=options.source, prompt=options.template, reference=options.references, metric=options.quality,
+        shots=None,
+    )  # fmt: skip
 
 
 def _measure(

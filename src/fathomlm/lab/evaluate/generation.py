@@ -104,7 +104,7 @@ def latency(generated: CompletedSamples) -> dict[str, float | int]:
         "seconds": generated.seconds,
         "prefill_seconds": sum(group[0].prefill_seconds for group in generated.batches),
         "decode_seconds": decoding,
-        "tokens_per_second": behind / decoding if behind else 0.0,
+        "tokens_per_second": behind / decoding if decoding else 0.0,
         "ms_per_token": 1000 * waited / behind if behind else 0.0,
         "tokens_per_text": tokens / len(generated.results),
     }
@@ -166,8 +166,8 @@ def run(options: EvalGenerate) -> int:
     exiting, pack = options.decoding.settle(options.model, options.depth)
 
     form = choose_form(
-        options.data, source=options.source, reference=options.references, metric=options.metric, shots=options.shots,
-        prompt=None if options.prompt is None else options.prompt.replace("\\n", "\n"),
+        options.data, source=options.source, prompt=options.template, reference=options.references, metric=options.metric,
+        shots=options.shots,
     )  # fmt: skip
     assert form.metric is not None
     metric = find_metric(form.metric)

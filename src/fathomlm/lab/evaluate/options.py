@@ -41,6 +41,21 @@ class ShotOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FieldOptions:
+    """The fields of a row that are its prompt and its references, where the files' own names do not say so."""
+
+    source: str | None = option(None, metavar="FIELD", help="field that is the prompt")
+    prompt: str | None = option(
+        None, metavar="TEMPLATE", help="prompt of several fields, such as '{document} In short:'; \\n is a new line"
+    )
+    references: str | None = option(None, metavar="FIELD", help="field with a reference, or a list of them")
+
+    @property
+    def template(self) -> str | None:
+        return None if self.prompt is None else self.prompt.replace("\\n", "\n")
+
+
+@dataclass(frozen=True, kw_only=True)
 class EvaluatedOutputOptions(ExitPackOptions):
     """Which outputs of the model are evaluated."""
 
@@ -88,18 +103,13 @@ class Perplexity(BatchOptions, TextOptions, ModelOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalGenerate(BatchOptions, ModelOptions, ReferenceOptions):
+class EvalGenerate(BatchOptions, ModelOptions, ReferenceOptions, FieldOptions):
     """Let MODEL complete a prompt for every row of FILE and compare the completion with the row's references: ROUGE-1/2/L,
     BLEU, SQuAD's F1 and exact match, or the number that a solution comes to. Quality, tokens per second and exit rate are
     shown together. Files with summaries, answers or translations are known by their fields; --source, --prompt and
     --references name others."""
 
     data: Path = option(metavar="FILE", first=check_file, help="JSON Lines (.jsonl, also .gz, .xz, .zst)")
-    source: str | None = option(None, metavar="FIELD", help="field that is the prompt")
-    prompt: str | None = option(
-        None, metavar="TEMPLATE", help="prompt of several fields, such as '{document} In short:'; \\n is a new line"
-    )
-    references: str | None = option(None, metavar="FIELD", help="field with a reference, or a list of them")
     metric: str | None = option(
         None, metavar="NAME", help="rouge, bleu, squad or number", default_text="by the file's fields"
     )
@@ -126,7 +136,16 @@ SWEPT = ("sweep", "threshold")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Frontier(ForceOptions, JsonOptions, ColumnOptions, DeviceOptions, ReferenceOptions, ShippedExitOptions, PromptOptions):
+class Frontier(
+    ForceOptions,
+    JsonOptions,
+    ColumnOptions,
+    DeviceOptions,
+    ReferenceOptions,
+    ShippedExitOptions,
+    PromptOptions,
+    FieldOptions,
+):
     """Run each MODEL at many depths and draw quality against cost: time per token, measured here by decoding, and FLOPs. The
     quality is agreement with the full model, perplexity, or a metric of completions with references. A threshold sweep marks
     the calibrated threshold. The area under the curve sums a sweep up."""
