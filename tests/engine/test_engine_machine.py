@@ -7,6 +7,7 @@ The scheduler alone is held against a model of the device in test_scheduler_mach
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from random import Random
@@ -23,6 +24,7 @@ from fathomlm.decode.full import generate
 from fathomlm.decode.sampling import Sampling
 from fathomlm.depth import Architecture, DepthPlan, Relaxation, build_routing
 from fathomlm.depth.relaxation import build_relaxation
+from fathomlm.engine import core_passes
 from fathomlm.engine.engine import Engine
 from fathomlm.engine.kv_pages import page_bytes
 from fathomlm.engine.request import Event, Finished, Request, TokenEvent
@@ -33,6 +35,17 @@ from model.route.small import model_of
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 VOCAB = 24
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _passes_that_follow() -> Iterator[None]:
+    """How deep tokens go is heeded after a few of them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(core_passes, "PRIOR", 4)
+        patch.setattr(core_passes, "WINDOW", 16)
+        yield
+
+
 LONGEST_PROMPT, MOST_NEW = 13, 12
 LONGEST = LONGEST_PROMPT + MOST_NEW
 SHORT = 17
@@ -70,11 +83,15 @@ PLANS = {
     .with_routing(build_routing("expert", 3))
     .with_kv("hybrid"),
     "whole, injected": DepthPlan.build("middle-cycle", 3, 5).with_injection(norm=True),
+    "drafts, the best": DepthPlan.vanilla(2).with_exits((), draft=True),
+    "drafts, the best, windows": DepthPlan.vanilla(2).with_exits((), draft=True),
 }
 """The kinds of program; new ones at the end, since their order decides what `test_crowds` plays. The routed ones have four
 tables, or one; in the looped ones rows in front of the exits and behind them share passes. With an encoder the prompt is its
 source. What is drafted and verified is what the whole model says, drawn tokens too."""
-TOGETHER = ("drafts, a layer behind", "drafts, a tree", "drafts, a tree, windows")
+TOGETHER = (
+    "drafts, a layer behind", "drafts, a tree", "drafts, a tree, windows", "drafts, the best", "drafts, the best, windows",
+)  # fmt: skip
 """Kinds in which a slot has its rows in every pass."""
 WHOLE = ("whole", "whole, encoder", "whole, injected", "exits, static")
 """Kinds with at least as many slots as rows."""
@@ -125,6 +142,7 @@ def leaving(kind: str, threshold: Threshold | None = None) -> Exiting | None:
     sure = {"confidence": "kl"} if kind.endswith("kl") else {}
     if PLANS[kind].draft:
         drafts: dict[str, Any] = {"draft_tree": (3, 2)} if "a tree" in kind else {"max_stack": 4}
+        drafts = {"draft_best": (4, 2)} if "the best" in kind else drafts
         return Exiting(mode=mode, threshold=0.05 if threshold is None else threshold, **drafts)
     if threshold is not None:
         stack = {} if copies else {"max_stack": 3}
@@ -260,7 +278,7 @@ def sizes(draw: st.DrawFn, kind: str) -> dict[str, Any]:
         "prefix_caching": draw(st.booleans()),
     }
     if kind.startswith("routed"):
-        chosen["cores"] = draw(st.integers(1, 3))
+        chosen["cores"] = draw(st.sampled_from([None, None, 1, 2, 3]))
     if encodes(kind):
         chosen["max_source"] = draw(st.sampled_from([LONGEST_PROMPT - 1, LONGEST_PROMPT]))
     if kind in ("exits", "exits, own layers", "drafts", "drafts, encoder"):

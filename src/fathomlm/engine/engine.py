@@ -351,6 +351,8 @@ class Engine:
             self._take_logprobs(ints_RC, floats_RC, outputs)
         taken = self._records.take(ints_RC, floats_RC, time.perf_counter())
         self.totals.add(taken)
+        if self.runner.core_passes is not None:
+            self.runner.core_passes.learn(taken.tokens, taken.depths)
         for slot, short in zip(taken.visits, taken.short, strict=True):
             sequence = self._in_slot[slot]
             if sequence is not None and sequence.slot == slot:  # else a listener has cancelled it meanwhile

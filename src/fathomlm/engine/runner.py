@@ -36,6 +36,7 @@ from fathomlm.engine.sizing import (
     check_entries,
     check_forced,
     exits_of,
+    followed_passes,
     layout_for,
     prefix_entries,
     row_counts,
@@ -166,6 +167,8 @@ class Runner:
         """Passes that the host chooses, as the requests on the device need them."""
         self.row_counts = row_counts(options.batch_size) if gpu and self.layout.kind == "whole" else ()
         """Rows of decode steps for few sequences, rising. On a CPU rows that nobody needs cost nothing."""
+        self.core_passes = followed_passes(decoder.plan, options) if self.layout.kind == "routed" else None
+        """routed: how many passes of the block decode steps have, where that is not fixed."""
         self._launched = 0
         self._unsettled = False
         """Whether the last step left drafts to verify."""
@@ -274,7 +277,8 @@ class Runner:
         settled = may and not (drafts or self._unsettled or only)
         rows = self.state.slots if settled else rows
         kind = sampler.mode, sampler.penalised, sampler.biased, sampler.alternatives
-        variant = SamplingVariant(*kind, drafts, rows, name, settled, steps)
+        passes = None if self.core_passes is None else self.core_passes.next(steps)
+        variant = SamplingVariant(*kind, drafts, rows, name, settled, steps, passes)
         start: Callable[[], object] = partial(self._decode_step, variant)
         if self._captures:
             if variant not in self._graphs and (name is not None or settled):

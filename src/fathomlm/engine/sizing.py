@@ -14,6 +14,7 @@ import torch
 from fathomlm.decode.exiting import BEAM, MOST_DRAFTS, SERVED_MODES, Exiting
 from fathomlm.depth import Architecture, DepthPlan
 from fathomlm.engine.captured_passes import ONE_AT_A_TIME
+from fathomlm.engine.core_passes import CorePasses
 from fathomlm.engine.kv_pages import entry_dtype, pool_page_bytes
 from fathomlm.engine.layout import Layout, build_layout, pool_shares
 from fathomlm.engine.options import EngineOptions
@@ -178,9 +179,17 @@ def drafts_ahead(exiting: Exiting) -> int:
 
 
 def core_passes(plan: DepthPlan, options: EngineOptions) -> tuple[int, ...]:
-    """routed: passes of the block in front of each turn of a decode step."""
+    """routed: passes of the block in front of each turn of a decode step, as the routers were trained for."""
     assert plan.routing is not None
     return (options.cores,) if options.cores else passes_for(sum(options.forced_depths or plan.routing.capacity))
+
+
+def followed_passes(plan: DepthPlan, options: EngineOptions) -> CorePasses | None:
+    """routed: passes that follow the measured depth, unless there is nothing to measure."""
+    assert plan.routing is not None
+    if options.cores or options.forced_depths:
+        return None
+    return CorePasses(sum(plan.routing.capacity), len(core_passes(plan, options)), plan.recursions)
 
 
 def layout_for(decoder: Decoder, exiting: Exiting | None = None) -> Layout:

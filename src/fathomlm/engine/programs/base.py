@@ -54,6 +54,8 @@ class SamplingVariant:
     """No draft waits to be verified and none is made: a step may be the plain model's."""
     steps: int = 1
     """Decode steps that are recorded as one piece of work."""
+    passes: int | None = None
+    """routed: passes of the block in a step; None: as many as the routers were trained for."""
 
     @property
     def greedy(self) -> bool:

@@ -3,7 +3,8 @@
     turn    coda, scores and choice for tokens that are through; then the next token's embedding and prelude
     core    one pass of the shared block over rows that wait for it, each at its own recursion
 
-A step is a few turns, each behind some passes of the block: as many as tokens need on average. Every pass takes the rows
+A step is a few turns, each behind some passes of the block: as many as tokens need on average (`engine.core_passes`). Every
+pass takes the rows
 that have waited longest. With more sequences in flight than rows, no pass has holes. Routers decide on the device. `first`
 is what entered the first recursion, which token-choice adds.
 """
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from fathomlm.decode.exiting import Threshold
 from fathomlm.engine.batch_routers import POSITION, TOKEN, BatchRouters
+from fathomlm.engine.core_passes import spread
 from fathomlm.engine.device_state import PrefillBatch
 from fathomlm.engine.kv_pages import attention_for
 from fathomlm.engine.programs.base import ProgramContext, SamplingVariant, StepOutput, TokenChooser
@@ -30,7 +32,7 @@ MOST_TURNS = 4
 
 class RoutedProgram:
     def __init__(self, parts: ProgramContext, routers: BatchRouters, cores: Sequence[int] = (1,)) -> None:
-        """`cores` are the passes of the block in front of each turn of a decode step."""
+        """`cores` are the passes of the block in front of each turn of a decode step, unless it is told otherwise."""
         self.parts, self.routers, self.cores = parts, routers, tuple(cores)
         s, plan = parts.state, parts.plan
         self.output = StepOutput.empty(parts.batch_size * len(self.cores), parts.sampler.max_logprobs, s.device)
@@ -47,7 +49,8 @@ class RoutedProgram:
         self._choose = TokenChooser(parts)
 
     def decode_step(self, variant: SamplingVariant) -> None:
-        for number, passes in enumerate(self.cores):
+        cores = self.cores if variant.passes is None else spread(variant.passes, len(self.cores))
+        for number, passes in enumerate(cores):
             for _ in range(passes):
                 self.core()
             self.turn_over(variant, self.output.part(number, self.parts.batch_size))
@@ -141,5 +144,4 @@ def _before(on_N: Tensor, starts_N: Tensor) -> Tensor:
 def passes_for(depth: float) -> tuple[int, ...]:
     """Passes of the block in front of each turn, so that rows find as many as tokens of this mean depth need."""
     turns = min(range(1, MOST_TURNS + 1), key=lambda many: (abs(round(depth * many) / many - depth), many))
-    total = max(turns, round(depth * turns))
-    return tuple(total * (i + 1) // turns - total * i // turns for i in range(turns))
+    return spread(max(turns, round(depth * turns)), turns)

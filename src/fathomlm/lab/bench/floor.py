@@ -57,7 +57,8 @@ def decode_step_bytes(runner: Runner) -> int:
     if isinstance(program, RoutedProgram):
         core = steps_bytes(decoder, plan.recursion_steps(0), mixed=True) + size_of(decoder.routers)
         outer = steps_bytes(decoder, [step for step in plan if step.part != "core"])
-        return sum(program.cores) * core + len(program.cores) * (outer + head)
+        passes = sum(program.cores) if runner.core_passes is None else runner.core_passes.wanted
+        return round(passes * core + len(program.cores) * (outer + head))
     if isinstance(program, ExitProgram):
         return sum(_exit_pass(decoder, program, program.numbers[name], head) for name in program.passes)
     steps = program.steps if isinstance(program, WholeProgram) else plan.steps  # those up to a static exit

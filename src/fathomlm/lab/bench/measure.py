@@ -102,7 +102,7 @@ class EngineWork:
     batch_size: int
     max_sequences: int
     decode_steps: int
-    passes_per_decode_step: dict[str, int]
+    passes_per_decode_step: dict[str, float]
     ms_per_decode_step: float | None
     """Time with requests in the engine over decode steps, prompts and the host's work included."""
     batch_filled: float
@@ -177,7 +177,7 @@ def measure(
         batch_size=engine.options.batch_size,
         max_sequences=engine.runner.sizes.max_sequences,
         decode_steps=decode_steps,
-        passes_per_decode_step=dict(engine.passes.per_decode_step),
+        passes_per_decode_step=engine.passes.per_decode_step,
         ms_per_decode_step=ms,
         batch_filled=engine.passes.share(),
         batch_filled_by_pass=engine.passes.shares(),

@@ -100,22 +100,28 @@ class BatchFill:
         self._kind = runner.layout.kind
         self._recorded: tuple[str, ...] = ("step",)
         """The passes that a decode step's record is made of, in order."""
-        cores = 0
+        self._cores, self._followed, self._before = 0, runner.core_passes, (0, 0)
         if isinstance(program, RoutedProgram):
-            self._recorded, cores = ("turn",) * len(program.cores), sum(program.cores)
+            self._recorded, self._cores = ("turn",) * len(program.cores), sum(program.cores)
         elif isinstance(program, ExitProgram):
             self._recorded = program.passes
-        self.per_decode_step: Counter[str] = Counter(self._recorded)
-        """Passes of each kind in a decode step."""
-        if cores:
-            self.per_decode_step["core"] = cores
         self.filled: Counter[str] = Counter()
         """Rows that stood for a token, by kind of pass."""
         self.decode_steps = 0
 
+    @property
+    def per_decode_step(self) -> dict[str, float]:
+        """Passes of each kind in a decode step; of the core on average, where they follow what is measured."""
+        cores: float = self._cores
+        if self._followed is not None and (steps := self._followed.steps - self._before[0]):
+            cores = (self._followed.passes - self._before[1]) / steps
+        return dict(Counter(self._recorded)) | ({"core": cores} if cores else {})
+
     def reset(self) -> None:
         self.filled.clear()
         self.decode_steps = 0
+        if self._followed is not None:
+            self._before = self._followed.steps, self._followed.passes
 
     def add(self, ints_NC: Tensor) -> None:
         """What a decode step's record says, a row (slot, epoch, token, depth, flags, index)."""
@@ -142,7 +148,7 @@ class BatchFill:
 
     def share(self) -> float:
         """The same over all passes."""
-        batch_entries = self.decode_steps * self.per_decode_step.total() * self._batch_size
+        batch_entries = self.decode_steps * sum(self.per_decode_step.values()) * self._batch_size
         return self.filled.total() / batch_entries if batch_entries else 0.0
 
 
