@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 
 from fathomlm.cli.main import main
-from fathomlm.interrupts import AGAIN, interrupt
+from fathomlm.interrupts import AGAIN, interrupt, no_interrupts
 
 CARELESS = """
 import signal, time
@@ -48,11 +49,52 @@ def test_an_interrupt_waits_for_the_end_of_an_import(
 
     def work() -> None:
         importlib.import_module(name)
-        time.sleep(5)
+        time.sleep(60)
 
     with pytest.raises(KeyboardInterrupt):
         work()
     assert name in sys.modules, "imported to the end"
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_within_no_interrupts_they_wait_also_where_another_thread_takes_them(number: signal.Signals) -> None:
+    """The system gives a process's signal to any thread that does not block it, as those of libraries do not."""
+    signal.signal(number, interrupt)
+    over, done = threading.Event(), []
+    other = threading.Thread(target=over.wait, daemon=True)
+    other.start()
+    here, there = os.pipe()
+    os.set_blocking(there, False)
+    before = signal.set_wakeup_fd(there)
+
+    def work() -> None:
+        with no_interrupts(), no_interrupts():
+            os.kill(os.getpid(), number)
+            os.read(here, 1)  # some thread has taken it
+            for _ in range(1000):
+                done.append(len(done))
+        time.sleep(60)
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            work()
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(here)
+        os.close(there)
+        over.set()
+        other.join()
+    assert len(done) == 1000
+    assert signal.getsignal(number) is interrupt
+    assert number not in signal.pthread_sigmask(signal.SIG_BLOCK, set())
+
+
+def test_what_ignores_interrupts_goes_on_doing_so_within_no_interrupts() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with no_interrupts():
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN, "and what is begun here inherits it"
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
 def test_elsewhere_an_interrupt_comes_at_once() -> None:
@@ -159,7 +201,7 @@ def test_interrupts_that_wait_for_an_import_are_one(tmp_path: Path, monkeypatch:
 
 def _import_and_wait(name: str) -> None:
     importlib.import_module(name)
-    time.sleep(5)
+    time.sleep(60)
 
 
 def test_what_cleans_up_too_long_is_interrupted_too(monkeypatch: pytest.MonkeyPatch) -> None:

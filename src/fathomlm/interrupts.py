@@ -25,16 +25,25 @@ SignalAnswer = Callable[[int, FrameType | None], None]
 
 @contextlib.contextmanager
 def no_interrupts() -> Iterator[None]:
-    """Within, Ctrl-C waits until the end. A process begun here inherits that, and so is not interrupted before it can say
-    that it will not be. Where a system has no such thing, nothing changes."""
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    """Within, what asks to end waits until the end of the block. A process begun here inherits that for Ctrl-C, and so is
+    not interrupted before it can say that it will not be. A signal that this thread blocks goes to another one, of a
+    library's, and Python then calls the handler here all the same: so handlers wait, too."""
+    came: list[int] = []
+    is_main = threading.current_thread() is threading.main_thread()
+    taken = {number: handler for number in ENDS if is_main and callable(handler := signal.getsignal(number))}
+    for number in taken:
+        signal.signal(number, lambda number, frame: came.append(number))
+    block = {signal.SIGINT} if hasattr(signal, "pthread_sigmask") else set()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, block) if block else set()
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if block:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for number, handler in taken.items():
+            signal.signal(number, handler)
+        if came:
+            signal.raise_signal(came[0])
 
 
 @contextlib.contextmanager
@@ -104,6 +113,7 @@ def _try_again(number: int) -> None:
 
 def _send(number: int) -> None:
     """A signal to the main thread, which also ends what it waits for, where there is a way to."""
+    threading.current_thread().name = f"{WAITING}-over"  # what this starts may come too early again, before this thread ends
     if hasattr(signal, "pthread_kill") and (main := threading.main_thread().ident) is not None:
         signal.pthread_kill(main, number)
     else:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fathomlm.checkpoints import locate as locating
 from fathomlm.checkpoints.locate import check_source, locate
+from fathomlm.cli.main import main
 from fathomlm.errors import ModelNotFound
 
 
@@ -48,6 +52,22 @@ def test_a_source_that_is_not_there(source: str, says: str) -> None:
             find(source)
         assert says in str(found.value)
         assert ("did you mean" in str(found.value)) == ("did you mean" in says)
+
+
+def test_directories_that_may_not_be_read_suggest_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "lost+found").mkdir()
+    stat = os.stat
+
+    def refused(path: Any, *arguments: Any, **named: Any) -> os.stat_result:
+        if "lost+found/" in str(path):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, *arguments, **named)
+
+    monkeypatch.setattr(os, "stat", refused)
+    for source, says in (("loopd", "did you mean 'looped'"), ("run/tiny/last", "did you mean 'runs/tiny/last'")):
+        with pytest.raises(ModelNotFound, match=says):
+            check_source(source)
+    assert main(["inspect", "lost+found/model"]) == 2, "one line, no traceback"
 
 
 def test_a_preset_is_no_path() -> None:

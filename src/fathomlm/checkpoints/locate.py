@@ -3,6 +3,7 @@ before seconds go into importing one."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -120,20 +121,21 @@ def _unknown(name: str) -> ModelNotFound:
     if "/" in name or name.endswith(".gguf"):
         path = Path(name).expanduser()
         return ModelNotFound(f"{name} does not exist{_near(path)}")
-    here = [each.name for each in _entries(Path()) if each.suffix == ".gguf" or (each / "config.json").is_file()]
+    here = [each.name for each in _entries(Path()) if each.suffix == ".gguf" or os.path.isfile(each / "config.json")]
     known = choices("model", name, [*packaged_models(), *PRESETS, *here])
     return ModelNotFound(f"{known}; or give a directory, a GGUF file or a hub id (owner/name)")
 
 
 def _near(path: Path) -> str:
     """The end of a message where the first part of a path that does not exist looks like a slip."""
-    missing = next((each for each in reversed((path, *path.parents)) if not each.exists()), path)
+    missing = next((each for each in reversed((path, *path.parents)) if not os.path.exists(each)), path)
     rest = path.relative_to(missing)
-    return nearest(str(path), [str(each / rest) for each in _entries(missing.parent) if (each / rest).exists()])
+    return nearest(str(path), [str(each / rest) for each in _entries(missing.parent) if os.path.exists(each / rest)])
 
 
 def _entries(directory: Path) -> list[Path]:
-    """What is in a directory, as far as it can be read."""
+    """What is in a directory, as far as it can be read. What is looked for in them is asked of `os.path`: a `Path` raises
+    where it may not look."""
     try:
         return list(directory.iterdir())
     except OSError:

@@ -314,6 +314,11 @@ def _exit_code(argv: Sequence[str] | None) -> int:
     except KeyboardInterrupt:
         print("fathomlm: interrupted; nothing was left half-written", file=sys.stderr)
         return 2
+    except PermissionError as error:
+        if error.filename is None:
+            raise
+        print(f"fathomlm: cannot access {error.filename}: {error.strerror}", file=sys.stderr)
+        return 2
     except BrokenPipeError:
         # The reader went away (`fathomlm inspect ... | head`); keep Python from complaining again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -148,11 +148,11 @@ class SamplerState:
         tokens."""
         changed = {slot: one for slot, one in settings.items() if one != self._written[slot]}
         if changed:
-            for slot, one in changed.items():
-                self._written[slot] = one
             slots_K = self._upload(list(changed), torch.int64)
             self._floats_SF.index_copy_(0, slots_K, self._upload([one.floats for one in changed.values()], torch.float32))
             self._ints_SW.index_copy_(0, slots_K, self._upload([one.ints for one in changed.values()], torch.int64))
+            for slot, one in changed.items():
+                self._written[slot] = one
 
     def _forget(self, slot: int) -> bool:
         """Whether a request was there."""
