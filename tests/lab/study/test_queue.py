@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fathomlm.errors import OptionError, TrainingError
+from fathomlm.errors import OptionError, OutputError, TrainingError
 from fathomlm.lab.study.jobs import Job, Place, jobs_of
 from fathomlm.lab.study.ledger import Ledger, Record
 from fathomlm.lab.study.queue import OVERHEAD, RESERVE, Broken, Outcome, Pace, Stopped, Visit, overhead_of, select, work_off
@@ -128,6 +128,20 @@ def test_a_failed_run_is_recorded_and_the_queue_goes_on(values: Values, tmp_path
     visit_with(retried, study, tmp_path, retry=True)
     assert retried.made == ["plain/short/0", "mor/short/0"]
     assert {r["status"] for r in Ledger(tmp_path / "ledger").read("small")} == {"finished"}
+
+
+def test_a_run_counts_though_its_checkpoints_cannot_be_removed(
+    values: Values, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(job: Job) -> None:
+        raise OutputError(f"cannot remove {job.name}")
+
+    machine, study = Machine(), build_study(values(seeds=[0]), "test")
+    monkeypatch.setattr(machine, "tidy", full)
+    said: list[str] = []
+    outcome = visit_with(machine, study, tmp_path, log=said.append)
+    assert [name.removeprefix("small/") for name in outcome.finished] == SEED_0
+    assert sum(line.endswith("cannot remove small/plain/short/0") for line in said) == 1
 
 
 def test_a_broken_device_ends_the_visit(values: Values, tmp_path: Path) -> None:

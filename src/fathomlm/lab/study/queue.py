@@ -294,7 +294,10 @@ def work_off(
                 break
             continue
         ledger.add(job.run.study, [record])
-        executor.tidy(job)
+        try:
+            executor.tidy(job)
+        except FathomError as error:  # the run is kept, whatever became of its checkpoints
+            log(f"{job.name}: {error}")
         pace.learn(record)
         outcome.finished.append(job.name)
         log(f"{job.name}: loss {record['loss']:.4f} after {record['seconds']:,.0f} s")
