@@ -298,8 +298,9 @@ def speeds(task: TaskResults) -> Table:
     measured = ["kept", "99 %", "left early", "ms a token", "per token", "per text", "per token, against the fastest full"]
     rows = [["variant", "decoding", TASKS[task.name].metric, *measured]]
     for (variant, label), found in task.speeds.items():
-        kept = (1.0, 1.0, 1.0) if label.startswith("speculative") else task.kept(variant, label)
-        whole = task.score(variant, "full" if label.startswith("speculative") else label)
+        lossless = label.startswith("speculative") and (variant, label) not in task.texts  # and so was not decoded apart
+        kept = (1.0, 1.0, 1.0) if lossless else task.kept(variant, label)
+        whole = task.score(variant, "full" if lossless else label)
         faster = [*(task.speedup(variant, label, per) for per in ("token", "text")), task.against_fastest(variant, label)]
         cells = [
             whole,

@@ -38,13 +38,19 @@ class Difference:
     """Half the width of the 95 % interval; None where no run was repeated."""
     freedom: int
     """Degrees of freedom of the spread."""
+    interval: tuple[float, float] | None = None
+    """Where it is not of seeds, and so need not lie evenly around the mean."""
 
     @property
     def low(self) -> float | None:
+        if self.interval is not None:
+            return self.interval[0]
         return None if self.half is None else self.mean - self.half
 
     @property
     def high(self) -> float | None:
+        if self.interval is not None:
+            return self.interval[1]
         return None if self.half is None else self.mean + self.half
 
 

@@ -17,6 +17,7 @@ from fathomlm.lab.analyze.scaling import architecture_name
 from fathomlm.lab.common import markdown, optional
 from fathomlm.lab.drawing import DASHES, LINES, MARKERS, check_matplotlib, new_figure, plain_axes, save_figure
 from fathomlm.lab.evaluate.tasks import TASKS
+from fathomlm.lab.study.decoded import with_decoded
 from fathomlm.lab.study.differences import Difference
 from fathomlm.lab.study.ledger import Ledger
 from fathomlm.lab.study.results import METRICS, Judged, Results, Row, collect, overall
@@ -42,7 +43,8 @@ def results_of(studies: Sequence[Study], ledger: Ledger) -> list[Results]:
     """Whichever studies are asked for, spreads are of all runs that were made alike, those of other shipped studies too."""
     records = ledger.all() if ledger.directory.is_dir() else []
     known = {study.name: study for study in [*read_studies([]), *studies]}
-    return [collect(study, records, [other for name, other in known.items() if name != study.name]) for study in studies]
+    found = (collect(study, records, [other for name, other in known.items() if name != study.name]) for study in studies)
+    return [with_decoded(each, ledger) for each in found]
 
 
 def write_report(results: Sequence[Results], out: Path) -> list[Path]:
@@ -109,6 +111,8 @@ def _section(results: Results, out: Path) -> list[str]:
         lines += ["Every token leaving at one exit, or at none; losses, and tasks in %:\n", *markdown(exits), ""]
     if (fits := fit_table(results)) is not None:
         lines += ["Quadratic fits over the logarithm of the size:\n", *markdown(fits), ""]
+    if results.decoded:
+        lines.append(f"How these models decode: {results.decoded}\n")
     for claim, judged in _by_claim(results):
         lines += [f"**{claim.text}** ({_source(claim)}): *{overall(judged)}*\n", *markdown(claim_table(judged)), ""]
     for record in results.failed:
@@ -119,7 +123,8 @@ def _section(results: Results, out: Path) -> list[str]:
 
 
 def _by_claim(results: Results) -> list[tuple[Claim, list[Judged]]]:
-    return [(claim, [each for each in results.judged if each.claim is claim]) for claim in results.study.claims]
+    claims = {claim.text: claim for claim in (*results.study.claims, *(each.claim for each in results.judged))}
+    return [(claim, [each for each in results.judged if each.claim.text == text]) for text, claim in claims.items()]
 
 
 def _source(claim: Claim) -> str:
@@ -229,7 +234,7 @@ def _score(row: Row, task: str) -> str:
 
 def claim_table(judged: Sequence[Judged]) -> Rows:
     """A row for each place at which a claim was tried."""
-    rows = [["difference", "budget", "metric", "mean and 95 % interval", "seeds", "verdict"]]
+    rows = [["difference", "budget or setting", "metric", "mean and 95 % interval", "seeds", "verdict"]]
     for each in judged:
         seeds = "-" if each.found is None else str(each.found.seeds)
         pair = f"{each.one} - {each.other}"
@@ -262,6 +267,8 @@ def fit_table(results: Results) -> Rows | None:
 def gap(found: Difference | None) -> str:
     if found is None:
         return "-"
+    if found.interval is not None:
+        return f"{found.mean:+.2f} ({found.interval[0]:+.2f} to {found.interval[1]:+.2f})"
     return f"{found.mean:+.4f}" + (", no interval" if found.half is None else f" ± {found.half:.4f}")
 
 

@@ -87,6 +87,8 @@ class Results:
     planned: int
     left_out: int
     """Finished runs on another corpus than most."""
+    decoded: str = ""
+    """Where claims about texts that its models wrote are judged too (`lab.study.decoded`): what they were judged by."""
 
     @property
     def records(self) -> list[Record]:
