@@ -18,6 +18,7 @@ import pytest
 
 from fathomlm.cli import serve
 from fathomlm.cli.main import main, read_command
+from fathomlm.cli.serve_models import model_name
 from fathomlm.decode.calibration import FILE, Calibration
 from fathomlm.decode.threshold import ThresholdEstimator, ThresholdOptions
 from fathomlm.errors import OptionError
@@ -51,6 +52,16 @@ def test_what_is_packaged_is_served_by_default_under_its_name(packaged: str, one
     assert (served.name, served.max_length, served.facts["kind"]) == (packaged, 64, "routed")
     asyncio.run(served.close())
     assert parse("smollm2-135m").model == "smollm2-135m"
+
+
+def test_a_checkpoint_is_served_under_its_runs_name(tmp_path: Path) -> None:
+    step = tmp_path / "ex" / "checkpoints" / "step-00000032"
+    step.mkdir(parents=True)
+    (tmp_path / "ex" / "last").symlink_to(step)
+    (tmp_path / "small.q8.gguf").write_bytes(b"GGUF")
+    names = {str(tmp_path / "ex" / "last"): "ex-last", str(step): "ex-step-00000032", "owner/name": "owner/name"}
+    names |= {str(tmp_path / "small.q8.gguf"): "small.q8", "smollm2-135m": "smollm2-135m"}
+    assert {source: model_name(source) for source in names} == names
 
 
 def test_models_are_named_or_those_at_hand(packaged: str, monkeypatch: pytest.MonkeyPatch) -> None:

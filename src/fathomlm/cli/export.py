@@ -137,6 +137,15 @@ def _load(options: Export) -> FathomModel:
     return convert(source, **fields, activations=measured, dtype=options.dtype)
 
 
+def _origin(options: Export, model: FathomModel) -> str:
+    """What was exported: the model's plan, or how many layers of it were kept."""
+    from fathomlm.checkpoints.resolve import describe
+
+    if options.dropping.drop is None or (kept := model.config.kept_layers) is None:
+        return describe(model)
+    return f"{len(kept)} of {len(kept) + options.dropping.drop} layers"
+
+
 def _check_quantize(kind: str | None, format: str) -> None:
     if kind is not None and format != (required := "fathom" if kind == "int8" else "gguf"):
         raise OptionError(f"--quantize {kind} requires --format {required}")
@@ -154,7 +163,7 @@ def _gguf(options: Export) -> int:
 
     from fathomlm.checkpoints.export import describe_exits
     from fathomlm.checkpoints.gguf.writer import export_gguf
-    from fathomlm.checkpoints.resolve import decoder_only, describe
+    from fathomlm.checkpoints.resolve import decoder_only
     from fathomlm.depth.cost import BLOCK
 
     model = decoder_only(_load(options), "--format gguf")
@@ -182,14 +191,14 @@ def _gguf(options: Export) -> int:
         print(f"{which}; rows of {rows} do not divide into blocks of {BLOCK}", file=sys.stderr)
     looped = f" looped {found.loops} times" if found.loops > 1 else ""
     layers = f"{found.layers} layers{looped}"
-    print(f"{options.out}: {found.architecture}, {layers}, {kind}, {amount(size, 'B')}, from {describe(model)}")
+    print(f"{options.out}: {found.architecture}, {layers}, {kind}, {amount(size, 'B')}, from {_origin(options, model)}")
     return 0
 
 
 def _plain(options: Export, model: FathomModel, limit: int, loops: str | None) -> int:
     from fathomlm.checkpoints.export import describe_exits, export, format_with_loops
     from fathomlm.checkpoints.families import FAMILIES, family_for
-    from fathomlm.checkpoints.resolve import describe, dtype_name
+    from fathomlm.checkpoints.resolve import dtype_name
 
     loops = loops or format_with_loops(model)
     with progress_bar("exporting") as update:
@@ -210,7 +219,7 @@ def _plain(options: Export, model: FathomModel, limit: int, loops: str | None) -
     if left_out is not None:
         print(f"  left out: {left_out}; a plain checkpoint is the last output's model", file=sys.stderr)
     looped = f" looped {times} times" if times > 1 else ""
-    print(f"{options.out}: {kind} with {layers} layers{looped}, {amount(size, 'B')}, from {describe(model)}")
+    print(f"{options.out}: {kind} with {layers} layers{looped}, {amount(size, 'B')}, from {_origin(options, model)}")
     return 0
 
 

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fathomlm.cli.display import model_name as short_name
 from fathomlm.cli.first import check_model
 from fathomlm.depth.presets import PRESETS
 from fathomlm.errors import OptionError
@@ -104,9 +105,8 @@ def _download(source: str) -> int | None:
 
 
 def model_name(source: str) -> str:
-    """A model's name for clients: its last path part where it is a path."""
-    path = Path(source).expanduser()
-    return path.resolve().name.removesuffix(".gguf") if path.exists() else source
+    """A model's name for clients: its short one where it is a path, and otherwise the name by which it was asked for."""
+    return short_name(source) if Path(source).expanduser().exists() else source
 
 
 SPARE = 64
