@@ -22,7 +22,7 @@ DIRECTORY = "decoded"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class DecodedDifference:
     """One difference: the score of one setting less another's."""
 
     setting: str
@@ -39,7 +39,7 @@ class DecodedClaim:
 
     text: str
     thesis: str
-    places: tuple[Place, ...]
+    places: tuple[DecodedDifference, ...]
     within: float | None = None
 
 
