@@ -8,14 +8,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from engine.test_engine_machine import SHORT, STEMS, VOCAB, leaving, model, nothing_is_left
+from engine.test_engine_machine import PLANS, SHORT, STEMS, VOCAB, leaving, model, nothing_is_left
 from fathomlm.decode.sampling import Sampling
 from fathomlm.depth import DepthPlan, build_routing
 from fathomlm.engine import slot_records
 from fathomlm.engine.engine import Engine
+from fathomlm.engine.kv_pages import page_bytes
 from fathomlm.engine.layout import Layout, build_layout
 from fathomlm.engine.programs.base import BAD, DRAFTED, ENDED, VALID
 from fathomlm.engine.request import Event, Finished, Request, TokenEvent
@@ -50,9 +52,9 @@ class Device:
         self.epochs[slot], self.made[slot] = self.epoch, self.random.choice((0, 0, 3))
         entries = [self.made[slot]] * self.tables
         rooms = {(slot, table): self.random.choice((4, 8, 40)) for table in range(self.tables)}
-        watched = self.random.random() < 0.3
+        due = self.random.choice((NEVER, NEVER, self.made[slot] + 1, self.made[slot] + 3))
         for one in self.records:
-            one.place(slot, self.epoch, self.made[slot], entries, watched)
+            one.place(slot, self.epoch, self.made[slot], entries, due)
             one.grant(rooms, [20] * self.tables, 3)
 
     def burst(self) -> tuple[Any, Any]:
@@ -101,7 +103,7 @@ def test_any_bursts(kind: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_slot_is_visited_when_its_pages_run_out() -> None:
     records = SlotRecords(layout("whole"), SLOTS, LENGTH, 1, 4)
-    records.place(2, 9, 0, [3], watched=False)
+    records.place(2, 9, 0, [3])
     records.grant({(2, 0): 8}, [100], lookahead=4)
     rows = [np.array([[2, 9, 5, 1, VALID, index]]) for index in range(3)]
     visits = [records.take_one_by_one(row, np.zeros((1, 2), np.float32), 0.0).visits for row in rows]
@@ -114,7 +116,7 @@ def test_a_token_that_is_missing_is_noticed(monkeypatch: pytest.MonkeyPatch) -> 
     for few, message in ((0, "missing"), (99, "token 1, 0 are known")):
         monkeypatch.setattr(slot_records, "FEW", few)
         records = SlotRecords(layout("whole"), SLOTS, LENGTH, 1, 4)
-        records.place(0, 1, 0, [0], watched=False)
+        records.place(0, 1, 0, [0])
         with pytest.raises(AssertionError, match=message):
             records.take(np.array([[0, 1, 5, 1, VALID, 1]]), np.zeros((1, 2), np.float32), 0.0)
 
@@ -151,6 +153,7 @@ def lived(kind: str, seed: int, one_by_one: bool) -> tuple[Any, ...]:
         "burst": random.choice((1, 3, 5)),
     }  # fmt: skip
     sizes |= {"always_draft": True} if kind.startswith("drafts") else {}
+    sizes["stream_interval"] = 1 + 2 * (len(kind) % 2)
     engine = Engine(model(kind), exiting=leaving(kind), **sizes)
     if one_by_one:
         engine._records.take = engine._records.take_one_by_one  # type: ignore[method-assign]
@@ -199,3 +202,55 @@ def test_engines_live_alike(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fast, slow = (lived(kind, KINDS[kind], one_by_one) for one_by_one in (False, True))
     assert fast == slow
     assert {"stop", "cancelled"} <= {result.finish.reason for result in fast[0]}
+
+
+@pytest.mark.parametrize(("burst", "sizes"), [(1, [1, 4, 4, 3]), (3, [3, 6, 3])])
+def test_listeners_are_told_the_first_token_at_once_and_then_by_intervals(
+    burst: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model("whole"), "tokenizer", letters())
+
+    def heard(interval: int, **sampling: Any) -> list[list[Event]]:
+        engine = Engine(model("whole"), batch_size=2, page_size=4, max_length=SHORT, burst=burst, stream_interval=interval)
+        calls: list[list[Event]] = []
+        request = Request(id=0, prompt=(5, 7), sampling=Sampling(max_new_tokens=12, ignore_eos=True, **sampling))
+        engine.submit(request, calls.append)
+        while engine.busy:
+            engine.step()
+        nothing_is_left(engine)
+        return calls
+
+    def flat(calls: list[list[Event]]) -> list[Event]:
+        return [event for call in calls for event in call]
+
+    *told, last = heard(4)
+    assert [len(call) for call in told] == sizes
+    assert last == [Finished(reason="length")]
+    assert flat([*told, last]) == flat(heard(1))
+    whole = "".join(event.text for event in flat(told) if isinstance(event, TokenEvent))
+    stopped = heard(4, stop=(whole[5:7],))
+    assert flat(stopped) == flat(heard(1, stop=(whole[5:7],))), "a stop string is heeded at every token"
+    assert len(stopped[0]) == burst
+    assert max(map(len, stopped)) <= burst
+
+
+def test_a_sequence_that_is_preempted_tells_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model("whole"), "tokenizer", letters())
+    memory = 11 * page_bytes(model("whole").architecture, PLANS["whole"].unrolled_layers, 2, torch.float32)
+    found: list[list[list[int]]] = []
+    for interval in (1, 5):
+        engine = Engine(
+            model("whole"), batch_size=3, page_size=2, max_length=SHORT, memory=memory, stream_interval=interval, burst=2
+        )
+        heard: list[list[int]] = [[] for _ in range(3)]
+        for id in range(3):
+            sampling = Sampling(max_new_tokens=12, ignore_eos=True)
+            engine.submit(
+                Request(id=id, prompt=(5 + id, 7), sampling=sampling),
+                lambda events, own=heard[id]: own.extend(e.index for e in events if isinstance(e, TokenEvent)),
+            )
+        while engine.busy:
+            engine.step()
+        assert engine.counters().preemptions > 0
+        found.append(heard)
+    assert found == [[list(range(12))] * 3] * 2

@@ -119,7 +119,17 @@ class Serve(QuantizeOptions, ModelOptions):
     engine: EngineOptions = section(
         EngineOptions,
         "engine",
-        only=("max_sequences", "max_length", "max_source", "memory", "kv_dtype", "max_queue", "prefill_chunk", "merge"),
+        only=(
+            "max_sequences",
+            "max_length",
+            "max_source",
+            "memory",
+            "kv_dtype",
+            "max_queue",
+            "prefill_chunk",
+            "stream_interval",
+            "merge",
+        ),
     )
     restarts: RestartPolicy = section(RestartPolicy)
     exiting: ServedDepthOptions = section(ServedDepthOptions, "depth")

@@ -49,6 +49,10 @@ class EngineOptions:
     lag: int | None = option(
         None, ge=0, help="bursts that the device may be ahead of the host", default_text="1 on a GPU, 0 elsewhere"
     )
+    stream_interval: int = option(
+        1, ge=1, help="stream the first token at once, and then every N; more take less of the host where many listen"
+    )
+    """Stop strings and constraints are heeded at every token all the same."""
     prefix_caching: bool = option(True, help="reuse the KV cache of prompts that begin alike")
     max_logprobs: int = option(5, ge=0, help="max alternatives per token with log probabilities")
     penalties: bool = option(True, help="accept penalties: five bytes per sequence and token of the vocabulary")

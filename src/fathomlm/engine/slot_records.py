@@ -101,8 +101,8 @@ class SlotRecords:
         """Confirmed by the tokens that have arrived."""
         self.alarm_TS = np.full((tables, many), NEVER, np.int64)
         """With more entries than these the scheduler has to hear of it: the pages are running out."""
-        self.watched_S = np.zeros(many, np.bool_)
-        """Sequences to visit whenever they have a new token."""
+        self.due_S = np.full(many, NEVER, np.int64)
+        """With so many tokens of its completion a sequence is visited, because somebody waits for them."""
         self.tokens_SL = np.zeros((many, max_length), np.int32)  # memory is taken as it is written
         self.depths_SL = np.zeros((many, max_length), np.int16)
         self.confidences_SL = np.zeros((many, max_length if layout.kind == "exits" else 0), np.float32)
@@ -113,16 +113,17 @@ class SlotRecords:
         self._added_TD = np.array([layout.added(depth) for depth in range(recursions + 1)]).T if deeper else None
 
     def place(
-        self, slot: int, epoch: int, known: int, entries: abc.Sequence[int], watched: bool, most: int = NEVER
+        self, slot: int, epoch: int, known: int, entries: abc.Sequence[int], due: int = NEVER, most: int = NEVER
     ) -> None:  # fmt: skip
-        """A sequence comes into a slot with so many tokens of its completion, which will have `most`."""
+        """A sequence comes into a slot with so many tokens of its completion, which will have `most`, and to which somebody
+        waits for as many as are `due`."""
         self.epoch_S[slot], self.known_S[slot], self.flags_S[slot], self.most_S[slot] = epoch, known, 0, most
         self.first_S[slot] = self.last_S[slot] = np.nan
-        self.entries_TS[:, slot], self.alarm_TS[:, slot], self.watched_S[slot] = entries, NEVER, watched
+        self.entries_TS[:, slot], self.alarm_TS[:, slot], self.due_S[slot] = entries, NEVER, due
 
     def clear(self, slot: int) -> None:
         """What still arrives of a slot's sequence is not wanted."""
-        self.epoch_S[slot], self.watched_S[slot] = NOBODY, False
+        self.epoch_S[slot], self.due_S[slot] = NOBODY, NEVER
 
     def most_left(self, rows: int = 1) -> int:
         """The most tokens that any sequence still lacks, as far as they have arrived, or that each of so many rows must add
@@ -180,7 +181,7 @@ class SlotRecords:
         self.last_S[fresh_S] = now
         self.first_S[fresh_S & np.isnan(self.first_S)] = now
         short_S = fresh_S & (self.entries_TS > self.alarm_TS).any(0)
-        visited_S = (fresh_S & self.watched_S) | short_S
+        visited_S = (fresh_S & (self.known_S >= self.due_S)) | short_S
         visited_S[over] = True
         visits = np.flatnonzero(visited_S)
         return Taken(
@@ -211,7 +212,7 @@ class SlotRecords:
                 self.first_S[slot] = now
             self.last_S[slot] = now
             short = bool((self.entries_TS[:, slot] > self.alarm_TS[:, slot]).any())
-            if short or self.watched_S[slot]:
+            if short or self.known_S[slot] >= self.due_S[slot]:
                 visits[slot] = short
             tokens, depths, exited = tokens + 1, depths + depth, exited + (depth < self._full_depth)
         return Taken(tokens, depths, exited, drafted, accepted, sorted(visits), [visits[slot] for slot in sorted(visits)])

@@ -131,7 +131,7 @@ class NullProgram:
         ints_NC[: len(slots)] = np.stack(rows, 1)
 
 
-def null_engine(plan: PlanName, batch_size: int, tokenizer: Any) -> Engine:
+def null_engine(plan: PlanName, batch_size: int, tokenizer: Any, stream_interval: int = 1) -> Engine:
     """An engine over a device that does nothing. It has pages for everybody."""
     depth = PLANS[plan]
     architecture = Architecture(
@@ -141,17 +141,20 @@ def null_engine(plan: PlanName, batch_size: int, tokenizer: Any) -> Engine:
     model = random_model(architecture, depth, dtype=torch.float32, device=torch.device("cpu"))
     model.tokenizer = tokenizer
     options = EngineOptions(
-        batch_size=batch_size, max_length=LONGEST + 1, penalties=False, burst=BURST, lag=1, max_queue=2 * batch_size + 8
-    )
+        batch_size=batch_size, max_length=LONGEST + 1, penalties=False, burst=BURST, lag=1, max_queue=2 * batch_size + 8,
+        stream_interval=stream_interval,
+    )  # fmt: skip
     options = replace(options, memory=ample_memory(model.decoder, options, LONGEST + 1))
     engine = Engine(model, options)
     engine.runner.program = NullProgram(engine.runner, tokenizer(TEXT)["input_ids"])
     return engine
 
 
-def measure_host(plan: PlanName, batch_size: int, listeners: Listeners, tokenizer: Any, *, tokens: int) -> HostCost:
+def measure_host(
+    plan: PlanName, batch_size: int, listeners: Listeners, tokenizer: Any, *, tokens: int, stream_interval: int = 1
+) -> HostCost:
     """Some rounds of so many tokens each; the quickest counts."""
-    engine = null_engine(plan, batch_size, tokenizer)
+    engine = null_engine(plan, batch_size, tokenizer, stream_interval)
     if listeners == "async":
         total, loop = asyncio.run(_measure_front(engine, tokens))
         parts = None
@@ -264,12 +267,16 @@ def run(options: Host) -> int:
     with progress_bar("measuring", unit="cases", still=True) as update:
         for done, (plan, size, listeners) in enumerate(cases, start=1):
             tokens = options.tokens if size >= FEW_ROWS else options.tokens // 8
-            costs.append(asdict(measure_host(plan, size, listeners, tokenizer, tokens=tokens)))  # type: ignore[arg-type]
+            found = measure_host(
+                plan, size, listeners, tokenizer, tokens=tokens, stream_interval=options.stream_interval  # type: ignore[arg-type]
+            )  # fmt: skip
+            costs.append(asdict(found))
             update(done, len(cases))
     record = {
         "kind": options.kind,
         "environment": environment("cpu") | {"empty_loop_ns": python_speed()},
         "tokenizer": options.tokenizer,
+        "stream_interval": options.stream_interval,
         "costs": costs,
     }
     return options.answer(record, print_host)

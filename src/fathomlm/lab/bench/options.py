@@ -263,5 +263,6 @@ class Host(JsonOptions):
         ("none", "callback", "async"), choices=("none", "callback", "async"), comma=True, metavar="NAME,...",
         help="who waits for tokens",
     )  # fmt: skip
+    stream_interval: int = like(EngineOptions, "stream_interval")
     tokens: int = option(30_000, ge=1000, help="tokens per round; the quickest of three rounds counts")
     tokenizer: str = like(PrepareOptions, "tokenizer", "fathom-mor-23m")
