@@ -60,9 +60,9 @@ class Choices:
             raise error.exceptions[0] if isinstance(error, BaseExceptionGroup) else error from None
         return cls([task.result() for task in tasks], news)
 
-    async def events(self) -> AsyncGenerator[tuple[int, Event, float], None]:
-        """Every event of every choice, with its choice and its time, in the order in which they came. A time is that of the
-        engine's message, however slow the client is."""
+    async def events(self) -> AsyncGenerator[list[tuple[int, Event, float]], None]:
+        """Every event of every choice, with its choice and its time, in the order in which they came: together what came
+        together. A time is that of the engine's message, however slow the client is."""
         left = len(self._streams)
         while left:
             await self._news.wait()
@@ -70,10 +70,10 @@ class Choices:
             bursts = [
                 (burst.at, index, burst.events) for index, stream in enumerate(self._streams) for burst in stream.take()
             ]
-            for at, index, events in sorted(bursts, key=itemgetter(0)):
-                for event in events:
-                    left -= isinstance(event, Finished)
-                    yield index, event, at
+            came = [(index, event, at) for at, index, events in sorted(bursts, key=itemgetter(0)) for event in events]
+            left -= sum(isinstance(event, Finished) for _, event, _ in came)
+            if came:
+                yield came
 
     def result(self, index: int) -> Result:
         """Of a choice that has ended."""
@@ -153,33 +153,38 @@ class CompletionHandler:
         finally:
             choices.close()
 
-    async def chunks(self, choices: Choices) -> AsyncGenerator[dict[str, Any], None]:
+    async def chunks(self, choices: Choices) -> AsyncGenerator[list[dict[str, Any]], None]:
+        """What is sent, together what can be sent at once: a write for each token would cost as much as the token."""
         response = self.response
         try:
-            for index in range(len(response.requests)):
-                for chunk in response.opening(index):
-                    yield chunk
-            async with aclosing(self._watched(choices)) as events:
-                async for index, event in events:
-                    ended = isinstance(event, Finished)
-                    for chunk in response.closing(index, choices.result(index)) if ended else response.token(index, event):
-                        yield chunk
-            for chunk in response.counts(choices.results()):
-                yield chunk
+            yield [chunk for index in range(len(response.requests)) for chunk in response.opening(index)]
+            async with aclosing(self._watched(choices)) as watched:
+                async for events in watched:
+                    made: list[dict[str, Any]] = []
+                    try:
+                        for index, event in events:
+                            ended = isinstance(event, Finished)
+                            made += response.closing(index, choices.result(index)) if ended else response.token(index, event)
+                    except ApiError:
+                        yield made  # what came before it is sent
+                        raise
+                    yield made
+            yield [*response.counts(choices.results())]
         finally:
             choices.close()
 
-    async def _watched(self, choices: Choices) -> AsyncGenerator[Any, None]:
+    async def _watched(self, choices: Choices) -> AsyncGenerator[list[Any], None]:
         """Events with their choice, each counted on its way."""
-        async with aclosing(choices.events()) as events:
-            async for index, event, at in events:
-                if isinstance(event, Finished):
-                    self._ended(choices.result(index), at)
-                else:
-                    request, model = self.response.requests[index], self.response.served.name
-                    self.metrics.observe(model, request, event, at, self._before.get(index))
-                    self._before[index] = at
-                yield index, event
+        async with aclosing(choices.events()) as watched:
+            async for events in watched:
+                for index, event, at in events:
+                    if isinstance(event, Finished):
+                        self._ended(choices.result(index), at)
+                    else:
+                        request, model = self.response.requests[index], self.response.served.name
+                        self.metrics.observe(model, request, event, at, self._before.get(index))
+                        self._before[index] = at
+                yield [(index, event) for index, event, _ in events]
 
     def _ended(self, result: Result, at: float) -> None:
         self.metrics.ended(result, at)
@@ -228,8 +233,9 @@ class EventStream(Response):
             async with asyncio.timeout_at(self._deadline):
                 await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
                 async with _knocking(send, half_closed), aclosing(self._handler.chunks(self._choices)) as chunks:
-                    async for chunk in chunks:
-                        await _send_event(send, to_json(chunk), chunk.get("type"))
+                    async for made in chunks:
+                        if made:
+                            await _send(send, b"".join(_event(to_json(chunk), chunk.get("type")) for chunk in made))
         except TimeoutError:
             await self._send_error(send, late(self._handler.options))
         except ApiError as error:
@@ -238,19 +244,23 @@ class EventStream(Response):
             await self._send_error(send, ApiError(500, INTERNAL, code="internal_error"))
             raise
         async with asyncio.timeout(FINAL_SEND_SECONDS):
-            await _send_event(send, b"[DONE]")
+            await _send(send, _event(b"[DONE]"))
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send_error(self, send: Send, error: ApiError) -> None:
         """The status went out long ago, so the error is an event; OpenAI's client raises it all the same."""
         self._handler.entry.problem = self._handler.entry.problem or error.message
         async with asyncio.timeout(FINAL_SEND_SECONDS):
-            await _send_event(send, to_json(error.record()))
+            await _send(send, _event(to_json(error.record())))
 
 
-async def _send_event(send: Send, data: bytes, kind: str | None = None) -> None:
+def _event(data: bytes, kind: str | None = None) -> bytes:
     named = b"" if kind is None else f"event: {kind}\n".encode()
-    await send({"type": "http.response.body", "body": named + b"data: " + data + b"\n\n", "more_body": True})
+    return named + b"data: " + data + b"\n\n"
+
+
+async def _send(send: Send, events: bytes) -> None:
+    await send({"type": "http.response.body", "body": events, "more_body": True})
 
 
 @asynccontextmanager
