@@ -89,6 +89,35 @@ def test_within_no_interrupts_they_wait_also_where_another_thread_takes_them(num
     assert number not in signal.pthread_sigmask(signal.SIG_BLOCK, set())
 
 
+def test_an_interrupt_while_handlers_are_put_back_leaves_none_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    put = signal.signal
+
+    def interrupted(number: int, handler: Any) -> Any:
+        before = put(number, handler)
+        if number == signal.SIGINT and handler is interrupt:
+            signal.raise_signal(signal.SIGINT)
+        return before
+
+    for number in SIGNALS:
+        signal.signal(number, interrupt)
+    monkeypatch.setattr("fathomlm.interrupts.signal.signal", interrupted)
+    with pytest.raises(KeyboardInterrupt), no_interrupts():
+        pass
+    assert [signal.getsignal(number) for number in SIGNALS] == [interrupt, interrupt]
+
+
+def test_of_both_signals_the_one_that_ends_counts() -> None:
+    heard: list[int] = []
+    for number in SIGNALS:
+        signal.signal(number, lambda number, frame: heard.append(number))
+    with no_interrupts():
+        for number in (signal.SIGTERM, signal.SIGINT):
+            os.kill(os.getpid(), number)
+            time.sleep(0)
+        heard.append(0)
+    assert heard == [0, signal.SIGTERM]
+
+
 def test_what_ignores_interrupts_goes_on_doing_so_within_no_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with no_interrupts():

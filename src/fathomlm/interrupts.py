@@ -29,21 +29,34 @@ def no_interrupts() -> Iterator[None]:
     not interrupted before it can say that it will not be. A signal that this thread blocks goes to another one, of a
     library's, and Python then calls the handler here all the same: so handlers wait, too."""
     came: list[int] = []
-    is_main = threading.current_thread() is threading.main_thread()
-    taken = {number: handler for number in ENDS if is_main and callable(handler := signal.getsignal(number))}
-    for number in taken:
-        signal.signal(number, lambda number, frame: came.append(number))
-    block = {signal.SIGINT} if hasattr(signal, "pthread_sigmask") else set()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, block) if block else set()
-    try:
+
+    def note(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+
+    is_main, blocks = threading.current_thread() is threading.main_thread(), hasattr(signal, "pthread_sigmask")
+    interrupts, ends = (signal.getsignal(number) if is_main else None for number in ENDS)
+    before = None
+    try:  # one within the other: what is put back first may be called at once, and raise
+        if callable(interrupts):
+            signal.signal(signal.SIGINT, note)
+        if callable(ends):
+            signal.signal(signal.SIGTERM, note)
+        if blocks:
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         yield
     finally:
-        if block:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        for number, handler in taken.items():
-            signal.signal(number, handler)
+        try:
+            if before is not None:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        finally:
+            try:
+                if callable(interrupts):
+                    signal.signal(signal.SIGINT, interrupts)
+            finally:
+                if callable(ends):
+                    signal.signal(signal.SIGTERM, ends)
         if came:
-            signal.raise_signal(came[0])
+            signal.raise_signal(max(came))  # SIGTERM ends what may survive Ctrl-C
 
 
 @contextlib.contextmanager

@@ -154,6 +154,7 @@ def test_models_have_short_names(tmp_path: Path) -> None:
     assert model_name(str(tmp_path / "models" / "small")) == "small"
     assert model_name(str(tmp_path / "model.q8.gguf")) == "model.q8"
     assert model_name("owner/name") == "owner-name"
+    assert model_name(str(tmp_path / "models" / "small" / "..")) == "models"
 
 
 def test_help_loads_no_analysis() -> None:

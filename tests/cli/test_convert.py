@@ -402,6 +402,8 @@ def test_export_drops_layers_on_the_way(readable, tmp_path, capsys):
     base, text = readable
     assert main(["export", base, str(tmp_path / "hf"), "--drop", "2", "--by", "last", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["layers"] == 6
+    assert main(["export", base, str(tmp_path / "twice"), "--drop", "2", "--by", "last", "--repeat", "2"]) == 0
+    assert "from 6 of 8 layers" in capsys.readouterr().out
     out = str(tmp_path / "m.gguf")
     assert main(["export", base, out, "--drop", "2", "--calibrate", text, "--calibrate-tokens", "128"]) == 0
     said = capsys.readouterr().out

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,6 +12,7 @@ from fathomlm.decode.full import generate
 from fathomlm.engine import core_passes
 from fathomlm.engine.core_passes import CorePasses, spread
 from fathomlm.engine.engine import Engine
+from fathomlm.engine.programs.base import SamplingVariant
 from fathomlm.model.route import DepthControl
 from model.route.small import model_of, routed
 
@@ -49,6 +52,34 @@ def test_a_burst_that_is_one_piece_of_work_makes_up_for_the_one_before() -> None
     bursts = [followed.next(4) for _ in range(40)]
     assert set(bursts) == {1, 2}
     assert sum(bursts) == 70
+
+
+@pytest.mark.parametrize("wanted", [1.5, 1.75])
+def test_single_steps_behind_a_burst_have_whole_numbers_around_what_is_wanted(wanted: float) -> None:
+    followed = CorePasses(wanted, 1, 3)
+    for steps in (8, 1, 1, 4, 1, 8, 8, 1):
+        assert followed.next(steps) in (1, 2)
+    assert list(followed.reachable) == [1, 2, 3]
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_all_that_may_come_is_captured_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core_passes, "PRIOR", 4)
+    engine = Engine(model_of(routed("expert")), depth_bias=-100.0, **SMALL)
+    runner, captured = engine.runner, list[int | None]()
+
+    def capture(variant: SamplingVariant) -> None:
+        captured.append(variant.passes)
+        runner._graphs[variant] = SimpleNamespace(replay=partial(runner._decode_step, variant))  # type: ignore[assignment]
+
+    monkeypatch.setattr(runner, "_captures", True)
+    monkeypatch.setattr(runner, "_capture", capture)
+    engine.generate(PROMPTS[:1], max_new_tokens=1)
+    assert captured == [1, 2, 3]
+    engine.generate(PROMPTS, max_new_tokens=24)
+    assert captured == [1, 2, 3], "steps have one pass by now, and nobody waited for it"
+    assert runner.core_passes is not None
+    assert runner.core_passes.wanted == 1
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -57,7 +57,8 @@ def test_an_error_is_sent_behind_what_came_before_it() -> None:
     assert bodies[2:] == [b"data: [DONE]\n\n", b""]
 
 
-def test_tokens_in_front_of_one_that_fails_are_chunks() -> None:
+@pytest.mark.parametrize("error", [ApiError(500, "broken", code="b"), ValueError("broken")])
+def test_tokens_in_front_of_one_that_fails_are_chunks(error: Exception) -> None:
     events = [TokenEvent(number, "a", number, None, (), None, None) for number in range(3)]
 
     class Response:
@@ -68,7 +69,7 @@ def test_tokens_in_front_of_one_that_fails_are_chunks() -> None:
 
         def token(self, index: int, event: TokenEvent) -> list[Any]:
             if event.index == 2:
-                raise ApiError(500, "broken", code="b")
+                raise error
             return [{"token": event.index}]
 
     async def watched(choices: Any) -> AsyncGenerator[Any, None]:
@@ -82,6 +83,6 @@ def test_tokens_in_front_of_one_that_fails_are_chunks() -> None:
         while True:
             made.append(await anext(chunks))
 
-    with pytest.raises(ApiError, match="broken"):
+    with pytest.raises(type(error), match="broken"):
         asyncio.run(collect())
     assert made == [[{"opening": 0}], [{"token": 0}, {"token": 1}]]

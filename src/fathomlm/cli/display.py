@@ -79,7 +79,7 @@ def model_name(source: str) -> str:
         return source.replace("/", "-")
     if path.is_file():
         return path.stem
-    parts = [part for part in path.absolute().parts if part != "checkpoints"]
+    parts = [part for part in Path(os.path.abspath(path)).parts if part != "checkpoints"]
     of_run = parts[-1] in ("last", "best") or parts[-1].startswith("step-")
     return "-".join(parts[-2:]) if of_run else parts[-1]
 

@@ -143,7 +143,8 @@ def _origin(options: Export, model: FathomModel) -> str:
 
     if options.dropping.drop is None or (kept := model.config.kept_layers) is None:
         return describe(model)
-    return f"{len(kept)} of {len(kept) + options.dropping.drop} layers"
+    own = len(set(kept))  # a repeated layer is there several times
+    return f"{own} of {own + options.dropping.drop} layers"
 
 
 def _check_quantize(kind: str | None, format: str) -> None:

@@ -7,6 +7,8 @@ follow what is measured. Steps have whole passes; their mean over several is wha
 
 from __future__ import annotations
 
+import math
+
 PRIOR = 1024
 """Tokens that the trained depth counts for, and how many the measured one is taken over."""
 WINDOW = 16384
@@ -35,6 +37,11 @@ class CorePasses:
         depth = round(PARTS * self._depths / self._tokens) / PARTS
         return min(max(depth, 1.0), self._recursions) * self._turns
 
+    @property
+    def reachable(self) -> range:
+        """All numbers of passes that a decode step may come to have."""
+        return range(self._turns, self._turns * self._recursions + 1)
+
     def learn(self, tokens: int, depths: int) -> None:
         """So many tokens ran so many recursions in all."""
         self._tokens, self._depths = self._tokens + tokens, self._depths + depths
@@ -43,7 +50,8 @@ class CorePasses:
 
     def next(self, steps: int = 1) -> int:
         """The passes of the next decode step, or of each of the next ones, where those are one piece of work."""
-        passes = round(self.wanted + self._due / steps)
-        self._due += steps * (self.wanted - passes)
+        wanted = self.wanted
+        passes = min(max(round(wanted + self._due / steps), math.floor(wanted)), math.ceil(wanted))
+        self._due += steps * (wanted - passes)
         self.steps, self.passes = self.steps + steps, self.passes + steps * passes
         return passes

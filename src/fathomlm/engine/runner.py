@@ -283,9 +283,10 @@ class Runner:
         if self._captures:
             if variant not in self._graphs and (name is not None or settled):
                 self._capture(variant)
-            elif variant not in self._graphs:  # with every number of rows: none should be waited for later
-                for many, at_once in itertools.product((None, *self.row_counts), self._at_once):
-                    self._capture(dataclasses.replace(variant, rows=many, steps=at_once))
+            elif variant not in self._graphs:  # with every number of rows and of passes: none should be waited for later
+                reachable = (None,) if self.core_passes is None else self.core_passes.reachable
+                for many, at_once, each in itertools.product((None, *self.row_counts), self._at_once, reachable):
+                    self._capture(dataclasses.replace(variant, rows=many, steps=at_once, passes=each))
             start = self._graphs[variant].replay
         work = _Work(start, len(self.program.output.ints_NC) if rows is None else rows, variant.alternatives)
         if only is not None:

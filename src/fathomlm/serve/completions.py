@@ -165,7 +165,7 @@ class CompletionHandler:
                         for index, event in events:
                             ended = isinstance(event, Finished)
                             made += response.closing(index, choices.result(index)) if ended else response.token(index, event)
-                    except ApiError:
+                    except Exception:
                         yield made  # what came before it is sent
                         raise
                     yield made

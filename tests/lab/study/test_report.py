@@ -101,6 +101,15 @@ def test_a_report_replaces_reports_only_and_none_by_nothing(
     assert out.read_text() == first
 
 
+def test_claims_of_one_text_are_told_apart(values: Values, tmp_path: Path) -> None:
+    claim = {"text": "a", "lower": "plain", "higher": "recursive"}
+    base = values(claims=[claim | {"metric": "loss"}, claim | {"metric": "next_token", "thesis": "tab_mor:main_results"}])
+    study = build_study(base, "test")
+    fill(study, Ledger(tmp_path), lambda job: {"plain": 3.0, "recursive": 3.1}.get(job.run.variant.name, 3.2))
+    text = page(results_of([study], Ledger(tmp_path)), Path("results.md"))
+    assert text.count("**a** (ours)") == text.count("**a** (`tab_mor:main_results`)") == 1
+
+
 def test_the_page_in_docs_is_the_ledgers() -> None:
     studies = [study for study in map(read_study, shipped_studies()) if not study.example]
     ledger = Ledger(ROOT / "benchmarks/results/study")

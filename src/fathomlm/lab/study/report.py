@@ -123,8 +123,13 @@ def _section(results: Results, out: Path) -> list[str]:
 
 
 def _by_claim(results: Results) -> list[tuple[Claim, list[Judged]]]:
-    claims = {claim.text: claim for claim in (*results.study.claims, *(each.claim for each in results.judged))}
-    return [(claim, [each for each in results.judged if each.claim.text == text]) for text, claim in claims.items()]
+    own = results.study.claims
+    found = [(claim, [each for each in results.judged if each.claim is claim]) for claim in own]
+    others: dict[str, list[Judged]] = {}
+    for each in results.judged:  # a claim about decoded texts is made anew at each place
+        if not any(each.claim is claim for claim in own):
+            others.setdefault(each.claim.text, []).append(each)
+    return [*found, *((judged[0].claim, judged) for judged in others.values())]
 
 
 def _source(claim: Claim) -> str:
