@@ -58,12 +58,12 @@ PARTS = {
     "peer": 60,
 }
 """The parts, and seconds that a cell of each is thought to take before one was measured."""
-SAME_BYTES = {"vanilla": (96, 112, 80), "mor3": (96, 112), "mor4": (96, 112)}
-BEYOND = (("vanilla", 128), ("mor3", 80), ("mor4", 80))
-"""Rows to try where memory is what is equal; those beyond come last."""
-LONG = (("vanilla", 512), ("mor3", 256), ("vanilla", 256))
-BUNDLED = (256, 512, 128)
-NANO = (("vanilla", 256), ("mor3", 128), ("mor3", 256))
+SAME_BYTES = {"vanilla": (112, 96, 128), "mor3": (112, 128), "mor4": (112, 128)}
+BEYOND = (("mor3", 144), ("mor4", 144), ("mor3", 96), ("mor4", 96), ("vanilla", 80))
+"""Rows to try where memory is what is equal, on both sides of what was best for each; those beyond come last."""
+LONG = (("vanilla", 512), ("mor3", 256), ("mor3", 512), ("vanilla", 256))
+BUNDLED = (512, 1024, 256)
+NANO = (("vanilla", 256), ("mor3", 256), ("vanilla", 128), ("mor3", 128))
 GRAPHS = {"use_cuda_graph": True}
 PEERS: dict[str, tuple[int, Record, bool]] = {
     "256, sized": (256, {}, True),
