@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -12,12 +13,22 @@ from fathomlm.decode.full import generate
 from fathomlm.engine import core_passes
 from fathomlm.engine.core_passes import CorePasses, spread
 from fathomlm.engine.engine import Engine
+from fathomlm.engine.options import EngineOptions
 from fathomlm.engine.programs.base import SamplingVariant
+from fathomlm.engine.sizing import followed_passes
+from fathomlm.model.hub import FathomForCausalLM
 from fathomlm.model.route import DepthControl
 from model.route.small import model_of, routed
 
 SMALL = {"page_size": 4, "batch_size": 3, "prefill_chunk": 8, "max_length": 64}
 PROMPTS = [[3, 14, 15], [12, 55], [35, 9, 29, 32], [38], [46, 26, 43]]
+
+
+def following(model: FathomForCausalLM, **options: Any) -> Engine:
+    """An engine whose steps follow, as on a GPU."""
+    engine = Engine(model, **SMALL, **options)
+    engine.runner.core_passes = followed_passes(model.plan, engine.options)
+    return engine
 
 
 def test_passes_are_spread_evenly_over_turns() -> None:
@@ -65,7 +76,7 @@ def test_single_steps_behind_a_burst_have_whole_numbers_around_what_is_wanted(wa
 @pytest.mark.usefixtures("one_thread")
 def test_all_that_may_come_is_captured_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core_passes, "PRIOR", 4)
-    engine = Engine(model_of(routed("expert")), depth_bias=-100.0, **SMALL)
+    engine = following(model_of(routed("expert")), depth_bias=-100.0)
     runner, captured = engine.runner, list[int | None]()
 
     def capture(variant: SamplingVariant) -> None:
@@ -92,7 +103,7 @@ def test_an_engine_follows_and_says_the_same(
     monkeypatch.setattr(core_passes, "WINDOW", 16)
     model = model_of(routed(router))
     wanted = generate(model, PROMPTS, max_new_tokens=24, control=DepthControl(bias=bias))
-    engine = Engine(model, depth_bias=bias, burst=burst, lag=burst - 1 and 1, **SMALL)
+    engine = following(model, depth_bias=bias, burst=burst, lag=burst - 1 and 1)
     run, variants = engine.runner.program.decode_step, []
     monkeypatch.setattr(engine.runner.program, "decode_step", lambda variant: (variants.append(variant), run(variant)))
     found = engine.generate(PROMPTS, max_new_tokens=24)
@@ -103,8 +114,9 @@ def test_an_engine_follows_and_says_the_same(
 
 
 def test_passes_that_are_given_or_forced_stay() -> None:
-    model = model_of(routed("expert"))
-    assert Engine(model, **SMALL).runner.core_passes is not None
-    assert Engine(model, cores=2, **SMALL).runner.core_passes is None
-    assert Engine(model, forced_depths=(1.0, 0.5, 0.1), **SMALL).runner.core_passes is None
-    assert Engine(model_of(routed("expert")), forced_depths=(1.0, 0.5, 0.1), **SMALL).runner.program.cores == (1, 2, 2)
+    model, forced = model_of(routed("expert")), (1.0, 0.5, 0.1)
+    assert followed_passes(model.plan, EngineOptions()) is not None
+    assert followed_passes(model.plan, EngineOptions(cores=2)) is None
+    assert followed_passes(model.plan, EngineOptions(forced_depths=forced)) is None
+    assert Engine(model, forced_depths=forced, **SMALL).runner.program.cores == (1, 2, 2)
+    assert Engine(model, **SMALL).runner.core_passes is None, "on a CPU rows of nobody cost nothing"

@@ -28,6 +28,7 @@ from fathomlm.engine import core_passes
 from fathomlm.engine.engine import Engine
 from fathomlm.engine.kv_pages import page_bytes
 from fathomlm.engine.request import Event, Finished, Request, TokenEvent
+from fathomlm.engine.sizing import followed_passes
 from fathomlm.errors import QueueFull, RequestTooLarge
 from fathomlm.model.seq2seq import FathomModel
 from model.route.small import model_of
@@ -368,6 +369,8 @@ def live(kind: str, sizes: dict[str, Any], history: list[Ask]) -> Counter[str]:
     engine = Engine(model(kind), exiting=leaving(kind), **sizes)
     if kind.startswith("whole") and sizes["lag"]:  # decode steps of fewer rows, as on a GPU
         engine.runner.row_counts = tuple(range(1, engine.options.batch_size))
+    if kind.startswith("routed"):  # steps whose passes follow, as on a GPU, unless their number is given
+        engine.runner.core_passes = followed_passes(PLANS[kind], engine.options)
     heard = play(kind, engine, history)
     counters = engine.counters()
     check(kind, engine, heard)

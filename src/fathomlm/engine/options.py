@@ -67,7 +67,7 @@ class EngineOptions:
     capture: bool | None = option(None, help="capture decode steps as CUDA graphs", default_text="on a GPU")
     cores: int | None = option(
         None, ge=1, help="routed models: passes of the shared block per turn",
-        default_text="as deep as tokens go, by measurement",
+        default_text="on a GPU as deep as tokens go, by measurement; else as the routers were trained for",
     )  # fmt: skip
     shallows: int | None = option(
         None, ge=1, help="exits: passes in front of the first exit per pass behind it, where they cannot share one",

@@ -167,8 +167,9 @@ class Runner:
         """Passes that the host chooses, as the requests on the device need them."""
         self.row_counts = row_counts(options.batch_size) if gpu and self.layout.kind == "whole" else ()
         """Rows of decode steps for few sequences, rising. On a CPU rows that nobody needs cost nothing."""
-        self.core_passes = followed_passes(decoder.plan, options) if self.layout.kind == "routed" else None
-        """routed: how many passes of the block decode steps have, where that is not fixed."""
+        self.core_passes = followed_passes(decoder.plan, options) if gpu and self.layout.kind == "routed" else None
+        """routed: how many passes of the block decode steps have, where that is not fixed. On a CPU rows of nobody cost
+        nothing, and a pass more does no harm."""
         self._launched = 0
         self._unsettled = False
         """Whether the last step left drafts to verify."""

@@ -185,7 +185,7 @@ def core_passes(plan: DepthPlan, options: EngineOptions) -> tuple[int, ...]:
 
 
 def followed_passes(plan: DepthPlan, options: EngineOptions) -> CorePasses | None:
-    """routed: passes that follow the measured depth, unless there is nothing to measure."""
+    """routed: passes that follow the measured depth, unless they are given or depths are known."""
     assert plan.routing is not None
     if options.cores or options.forced_depths:
         return None
