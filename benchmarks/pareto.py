@@ -79,6 +79,8 @@ def run(args: argparse.Namespace) -> None:
                 "parameters": row.job.shaped.cost.non_embedding_parameters,
                 "flops_per_token": row.job.shaped.flops_per_token, "speeds": {},
             }  # fmt: skip
+    if not models:
+        raise SystemExit(f"{args.work} has no kept model of {args.study}; run `fathomlm study run {args.study} --keep`")
     for batch_size in args.batch_sizes:
         engines = {
             name: engine_of(bench, model, batch_size, min(LONGEST, model.architecture.context))

@@ -108,10 +108,7 @@ class Serve(QuantizeOptions, ModelOptions):
     threads: int | None = like(ModelOptions, "threads", first=None)
     several: SeveralOptions = section(SeveralOptions, "several models", "--name and the options of depth are those of MODEL")
     name: str | None = option(
-        None,
-        metavar="NAME",
-        help="model name for clients",
-        default_text="MODEL, or its last path part and run",
+        None, metavar="NAME", help="model name for clients", default_text="MODEL, or its last path part and run"
     )
     api_key_file: Path | None = option(None, metavar="FILE", help="file with one API key per line")
     batch_size: int | None = like(EngineOptions, "batch_size", None, default_text="32 on a GPU, 8 elsewhere")
@@ -120,17 +117,10 @@ class Serve(QuantizeOptions, ModelOptions):
         EngineOptions,
         "engine",
         only=(
-            "max_sequences",
-            "max_length",
-            "max_source",
-            "memory",
-            "kv_dtype",
-            "max_queue",
-            "prefill_chunk",
-            "stream_interval",
-            "merge",
+            "max_sequences", "max_length", "max_source", "memory", "kv_dtype", "max_queue", "prefill_chunk",
+            "stream_interval", "merge",
         ),
-    )
+    )  # fmt: skip
     restarts: RestartPolicy = section(RestartPolicy)
     exiting: ServedDepthOptions = section(ServedDepthOptions, "depth")
     ray: RayOptions = section(RayOptions, "replicas", "copies of the server behind one address, on Ray Serve")

@@ -9,11 +9,17 @@ from __future__ import annotations
 
 import math
 
-PRIOR = 1024
+MOST_TURNS = 4
+PRIOR, WINDOW = 1024, 16384
 """Tokens that the trained depth counts for, and how many the measured one is taken over."""
-WINDOW = 16384
 PARTS = 8
-"""Depths are told apart by an eighth: a little noise shall not change what is captured."""
+"""Depths are told apart by an eighth: a little noise shall not change steps that are right."""
+
+
+def passes_for(depth: float) -> tuple[int, ...]:
+    """Passes of the block in front of each turn, so that rows find as many as tokens of this mean depth need."""
+    turns = min(range(1, MOST_TURNS + 1), key=lambda many: (abs(round(depth * many) / many - depth), many))
+    return spread(max(turns, round(depth * turns)), turns)
 
 
 def spread(passes: int, turns: int) -> tuple[int, ...]:

@@ -311,10 +311,9 @@ class Engine:
             in_slot[slot] = sequence
             if self._chosen is not None:
                 self._chosen.begin()
-            due = sequence.due(self.options.stream_interval)
+            due = sequence.due(self.options.stream_interval) if sequence.watched else NEVER
             records.place(
-                slot, placement.epoch, len(sequence.tokens), placement.entries, NEVER if due is None else due,
-                sequence.max_new_tokens,
+                slot, placement.epoch, len(sequence.tokens), placement.entries, due, sequence.max_new_tokens
             )  # fmt: skip
         if scheduled.capacity:
             most = (self._at(slot).most_entries for slot, _ in scheduled.capacity)
@@ -395,16 +394,15 @@ class Engine:
             self._catch_up(sequence)
         why = _ending(sequence, flags, self._ends)
         fresh = len(sequence.tokens) > sequence.told
-        if short and why is None and len(sequence.tokens) < (sequence.due(self.options.stream_interval) or 0):
+        if short and why is None and sequence.watched and len(sequence.tokens) < sequence.due(self.options.stream_interval):
             return  # it came for pages alone
         if sequence.watched and fresh:
             told = sequence.told
             pieces = self._read(sequence, why)
             if sequence.stream is not None and sequence.stream.stopped:
                 why = Finished(reason="stop")
-            due = sequence.due(self.options.stream_interval)
-            if sequence.slot is not None and due is not None:
-                self._records.due_S[sequence.slot] = due
+            if sequence.slot is not None:
+                self._records.due_S[sequence.slot] = sequence.due(self.options.stream_interval)
             if sequence.on_events is not None:
                 sequence.on_events(events_of(sequence, told, pieces))
         if sequence.result is not None:

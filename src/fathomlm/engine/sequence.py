@@ -95,11 +95,9 @@ class Sequence:
         """Whether its tokens are wanted as they come, and not only when it has ended."""
         return self.on_events is not None or bool(self.request.sampling.stop) or self.matcher is not None
 
-    def due(self, interval: int) -> int | None:
-        """With how many tokens it is visited next: the first at once, and then where there are `interval` new ones, unless
-        the host must see each. None where nobody waits for them."""
-        if not self.watched:
-            return None
+    def due(self, interval: int) -> int:
+        """With how many tokens it is visited next, where it is watched: the first at once, and then where there are
+        `interval` new ones, unless the host must see each."""
         each = self.told == 0 or bool(self.request.sampling.stop) or self.matcher is not None
         return self.told + (1 if each else interval)
 

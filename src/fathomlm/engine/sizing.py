@@ -14,11 +14,10 @@ import torch
 from fathomlm.decode.exiting import BEAM, MOST_DRAFTS, SERVED_MODES, Exiting
 from fathomlm.depth import Architecture, DepthPlan
 from fathomlm.engine.captured_passes import ONE_AT_A_TIME
-from fathomlm.engine.core_passes import CorePasses
+from fathomlm.engine.core_passes import CorePasses, passes_for
 from fathomlm.engine.kv_pages import entry_dtype, pool_page_bytes
 from fathomlm.engine.layout import Layout, build_layout, pool_shares
 from fathomlm.engine.options import EngineOptions
-from fathomlm.engine.programs.routed import passes_for
 from fathomlm.errors import OptionError, UnsupportedModel
 from fathomlm.kernels.paged_write import check_float8
 from fathomlm.model.decoder import Decoder

@@ -27,8 +27,6 @@ from fathomlm.engine.programs.routed_queue import RecursionPlanes, build_queue
 from fathomlm.engine.programs.whole import count_entries, prefill_steps
 from fathomlm.engine.schedule import Placement
 
-MOST_TURNS = 4
-
 
 class RoutedProgram:
     def __init__(self, parts: ProgramContext, routers: BatchRouters, cores: Sequence[int] = (1,)) -> None:
@@ -139,9 +137,3 @@ def _before(on_N: Tensor, starts_N: Tensor) -> Tensor:
     upto_N = on_N.long().cumsum(0)
     first_N = upto_N[starts_N] - on_N[starts_N].long()
     return upto_N - on_N.long() - first_N
-
-
-def passes_for(depth: float) -> tuple[int, ...]:
-    """Passes of the block in front of each turn, so that rows find as many as tokens of this mean depth need."""
-    turns = min(range(1, MOST_TURNS + 1), key=lambda many: (abs(round(depth * many) / many - depth), many))
-    return spread(max(turns, round(depth * turns)), turns)

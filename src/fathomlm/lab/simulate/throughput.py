@@ -16,7 +16,7 @@ from fathomlm.cli.display import print_table, progress_bar
 from fathomlm.depth import Architecture, DepthPlan, Relaxation
 from fathomlm.depth.presets import PRESETS
 from fathomlm.depth.relaxation import build_relaxation
-from fathomlm.engine.programs.routed import passes_for
+from fathomlm.engine.core_passes import passes_for
 from fathomlm.errors import OptionError, writing
 from fathomlm.lab.bench.models import dummy_dtype, planned_shape
 from fathomlm.lab.bench.options import PlannedModelOptions

@@ -60,11 +60,9 @@ class DecodedTexts:
 
     def judged(self) -> Iterator[Judged]:
         for claim in self.claims:
-            same = claim.within is not None
-            bounds = (-claim.within, claim.within) if claim.within is not None else (-math.inf, 0.0)
+            bounds = (-math.inf, 0.0) if claim.within is None else (-claim.within, claim.within)
+            own = Claim(text=claim.text, thesis=claim.thesis, metric=self.metric, within=claim.within or 0.0)
             for place in claim.places:
-                names = {"same": (place.one, place.other)} if same else {"lower": place.one, "higher": place.other}
-                own = Claim(text=claim.text, thesis=claim.thesis, metric=self.metric, within=claim.within or 0.0, **names)
                 found = Difference(mean=place.mean, seeds=1, half=None, freedom=0, interval=place.interval)
                 yield Judged(
                     claim=own, budget=place.setting, one=place.one, other=place.other, found=found,

@@ -19,10 +19,11 @@ from fathomlm.lab.drawing import DASHES, LINES, MARKERS, check_matplotlib, new_f
 from fathomlm.lab.evaluate.tasks import TASKS
 from fathomlm.lab.study.decoded import with_decoded
 from fathomlm.lab.study.differences import Difference
+from fathomlm.lab.study.jobs import Job
 from fathomlm.lab.study.ledger import Ledger
-from fathomlm.lab.study.results import METRICS, Judged, Results, Row, collect, overall
+from fathomlm.lab.study.results import METRICS, Judged, Results, Row, collect, overall, planned_jobs
 from fathomlm.lab.study.scores import counted
-from fathomlm.lab.study.spec import Claim, Study, read_studies
+from fathomlm.lab.study.spec import Claim, Study, read_study, shipped_studies
 from fathomlm.train.schedule import row_length
 
 MADE = "# Results\n\nMade by `fathomlm study report`"
@@ -42,8 +43,18 @@ thesis trains models ten times as large on a hundred times as many tokens.
 def results_of(studies: Sequence[Study], ledger: Ledger) -> list[Results]:
     """Whichever studies are asked for, spreads are of all runs that were made alike, those of other shipped studies too."""
     records = ledger.all() if ledger.directory.is_dir() else []
-    known = {study.name: study for study in [*read_studies([]), *studies]}
-    found = (collect(study, records, [other for name, other in known.items() if name != study.name]) for study in studies)
+    given = {study.name for study in studies}
+    every = [*studies, *(read_study(name) for name in shipped_studies() if name not in given)]
+    planned: dict[str, list[Job]] = {}
+
+    def jobs(
+        study: Study,
+    ) -> list[Job]:  # a study is asked for by all that were made alike, and reading recipes takes a while
+        if study.name not in planned:
+            planned[study.name] = planned_jobs(study)
+        return planned[study.name]
+
+    found = (collect(study, records, [other for other in every if other.name != study.name], jobs) for study in studies)
     return [with_decoded(each, ledger) for each in found]
 
 
@@ -123,13 +134,8 @@ def _section(results: Results, out: Path) -> list[str]:
 
 
 def _by_claim(results: Results) -> list[tuple[Claim, list[Judged]]]:
-    own = results.study.claims
-    found = [(claim, [each for each in results.judged if each.claim is claim]) for claim in own]
-    others: dict[str, list[Judged]] = {}
-    for each in results.judged:  # a claim about decoded texts is made anew at each place
-        if not any(each.claim is claim for claim in own):
-            others.setdefault(each.claim.text, []).append(each)
-    return [*found, *((judged[0].claim, judged) for judged in others.values())]
+    claims = dict.fromkeys((*results.study.claims, *(each.claim for each in results.judged)))
+    return [(claim, [each for each in results.judged if each.claim == claim]) for claim in claims]
 
 
 def _source(claim: Claim) -> str:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -125,18 +125,30 @@ def metric_by_seed(records: Mapping[int, Record], metric: str) -> dict[int, floa
     return {seed: value for seed, value in found.items() if value is not None}
 
 
-def collect(study: Study, records: Iterable[Record], others: Iterable[Study] = ()) -> Results:
+def planned_jobs(study: Study) -> list[Job]:
+    """All runs of a study, to be looked at."""
+    return jobs_of(study, Place(None, Path()))
+
+
+def collect(
+    study: Study,
+    records: Iterable[Record],
+    others: Iterable[Study] = (),
+    jobs_of_study: Callable[[Study], list[Job]] = planned_jobs,
+) -> Results:
     """The results of a study: its finished runs are those in `records` whose settings are those of the YAML now. The spread
     is also that of `others` with the same common settings and budgets."""
     records = list(records)
-    jobs = jobs_of(study, Place(None, Path()))
+    jobs = jobs_of_study(study)
     wanted = {job.fingerprint for job in jobs}
     own = [record for record in records if record["fingerprint"] in wanted]
     checksums = Counter(
         corpus_checksum for _, corpus_checksum in {identity(record) for record in own if record["status"] == "finished"}
     )
     corpus_checksum = max(sorted(checksums), key=lambda each: checksums[each], default=None)
-    finished = {r["fingerprint"]: r for r in own if r["status"] == "finished" and r["data"]["mark"] == corpus_checksum}
+    on_corpus = [r for r in records if r["status"] == "finished" and r["data"]["mark"] == corpus_checksum]
+    known = {record["fingerprint"]: record for record in on_corpus}
+    finished = {key: record for key, record in known.items() if key in wanted}
     failed = {r["fingerprint"]: r for r in own if r["status"] == "failed" and r["fingerprint"] not in finished}
     made: dict[tuple[str, str], dict[int, Record]] = {}
     first: dict[tuple[str, str], Job] = {}
@@ -146,12 +158,8 @@ def collect(study: Study, records: Iterable[Record], others: Iterable[Study] = (
         made.setdefault(key, {})
         if job.fingerprint in finished:
             made[key][job.run.seed] = finished[job.fingerprint]
-    on_corpus = [r for r in records if r["status"] == "finished" and r["data"]["mark"] == corpus_checksum]
-    alike = [
-        (study, jobs),
-        *((other, jobs_of(other, Place(None, Path()))) for other in others if other.common == study.common),
-    ]
-    peers = {budget.name: _peers(budget, alike, on_corpus) for budget in study.budgets}
+    alike = [(study, jobs), *((each, jobs_of_study(each)) for each in others if each.common == study.common)]
+    peers = {budget.name: _peers(budget, alike, known) for budget in study.budgets}
     rows = tuple(_row(study, v, b, first, made, peers[b.name]) for b in study.budgets for v in study.variants)
     return Results(
         study=study,
@@ -163,9 +171,8 @@ def collect(study: Study, records: Iterable[Record], others: Iterable[Study] = (
     )
 
 
-def _peers(budget: Budget, alike: Iterable[tuple[Study, list[Job]]], records: Iterable[Record]) -> Peers:
+def _peers(budget: Budget, alike: Iterable[tuple[Study, list[Job]]], finished: Mapping[str, Record]) -> Peers:
     """The runs that were made alike under a budget: by seed for each variant of any study, once where studies share it."""
-    finished = {record["fingerprint"]: record for record in records}
     found: dict[str, dict[int, Record]] = {}
     for study, jobs in alike:
         same = {one.name for one in study.budgets if one.section == budget.section}
