@@ -4,9 +4,8 @@
     core    one pass of the shared block over rows that wait for it, each at its own recursion
 
 A step is a few turns, each behind some passes of the block: as many as tokens need on average (`engine.core_passes`). Every
-pass takes the rows
-that have waited longest. With more sequences in flight than rows, no pass has holes. Routers decide on the device. `first`
-is what entered the first recursion, which token-choice adds.
+pass takes the rows that have waited longest. With more sequences in flight than rows, no pass has holes. Routers decide on
+the device. `first` is what entered the first recursion, which token-choice adds.
 """
 
 from __future__ import annotations

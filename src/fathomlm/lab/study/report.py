@@ -47,9 +47,8 @@ def results_of(studies: Sequence[Study], ledger: Ledger) -> list[Results]:
     every = [*studies, *(read_study(name) for name in shipped_studies() if name not in given)]
     planned: dict[str, list[Job]] = {}
 
-    def jobs(
-        study: Study,
-    ) -> list[Job]:  # a study is asked for by all that were made alike, and reading recipes takes a while
+    def jobs(study: Study) -> list[Job]:
+        """Once for each: a study is asked for by all that were made alike, and reading recipes takes a while."""
         if study.name not in planned:
             planned[study.name] = planned_jobs(study)
         return planned[study.name]
