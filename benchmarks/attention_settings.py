@@ -5,9 +5,8 @@
 Shapes are those of SmolLM-360M and 1.7B in bfloat16, rows and contexts those of engine_scale.py: `short` contexts are of
 requests of about 256 new tokens, somewhere on their way; `even` ones are all of 150 tokens; `long` ones are between 512 and
 2,560. The floor of decoding rows is their entries, read once at the bandwidth that a copy reaches; that of prompts is the
-arithmetic, two products over the half of all pairs that is seen, at 989 TFLOP/s. Decoding rows are timed in three ways:
-attention `alone`; behind the kernel that turns and stores what the product left (`apart`); and with that in the same kernel
-(`fused`). A layer of 256 rows is timed as a whole, too, products included. Every candidate is first compared with the plain
+arithmetic, two products over the half of all pairs that is seen, at 989 TFLOP/s. A layer of decoding rows is timed as a
+whole, too, products included, with and without kernels that start early. Every candidate is first compared with the plain
 twin. Calls are captured in a graph and go around copies that do not fit into the cache; kernels are compiled on all cores
 first. A table shows the settings in use (*) and the best others.
 """
@@ -38,8 +37,7 @@ from fathomlm.kernels.attention_blocks import (
 )
 from fathomlm.kernels.paged_attention import plain_paged_attention
 from fathomlm.kernels.prefill_attention import prefill_attention
-from fathomlm.kernels.qkv_attention import plain_norm_qkv_attend, wide_norm_qkv_attend
-from fathomlm.kernels.row_attention import Ahead, Entrance, attend_rows
+from fathomlm.kernels.row_attention import attend_rows
 from fathomlm.kernels.wide_rows import gate_rows, turn_rows, wide_add_linear, wide_norm_gated
 from fathomlm.lab.common import environment
 
@@ -63,15 +61,13 @@ Record = dict[str, Any]
 class Setting(NamedTuple):
     blocks: AttentionBlocks
     splits: int = 1
-    way: str = "alone"
 
     def told(self) -> Record:
-        return {**self.blocks._asdict(), "splits": self.splits, "way": self.way}
+        return {**self.blocks._asdict(), "splits": self.splits}
 
 
 def candidates(shape: str) -> list[Setting]:
-    """Tiles of entries, warps, stages and splits, even ones and shares. `ahead` and `beside`, each of which is also tried
-    without the other."""
+    """Tiles of entries, warps, stages and splits. `ahead` and `beside`, each of which is also tried without the other."""
     tiles = [
         (16, 1, 4), (16, 1, 8), (32, 1, 2), (32, 1, 3), (32, 1, 4), (32, 1, 6), (64, 1, 2), (64, 1, 3), (64, 1, 4),
         (32, 2, 3), (32, 2, 4), (32, 2, 6), (64, 2, 2), (64, 2, 3), (64, 2, 4), (64, 4, 2), (64, 4, 3), (64, 4, 4),
@@ -80,17 +76,14 @@ def candidates(shape: str) -> list[Setting]:
     if shape != "360M":
         tiles = [tile for tile in tiles if tile in ((16, 1, 8), (32, 1, 4), (64, 1, 3), (32, 2, 4), (64, 2, 3), (128, 4, 3))]
     new = partial(AttentionBlocks, ahead=True, beside=True)
-    found = [Setting(new(*tile), 1, way) for tile in tiles for way in ("alone", "fused")]
+    found = [Setting(new(*tile)) for tile in tiles]
     found += [
         Setting(new(32, 2, 4, ahead=False)),
         Setting(new(32, 2, 4, beside=False)),
         Setting(new(32, 1, 4, beside=False)),
     ]
     split = [tile for tile in tiles if tile in ((32, 1, 4), (64, 1, 3), (64, 2, 3), (128, 4, 3))]
-    found += [Setting(new(*tile), splits) for tile in split for splits in (2, 4)]
-    even = [(AttentionBlocks(32, 2, 4), (64, 128, 256)), (new(32, 2, 4), (128, 256)), (new(64, 2, 3), (128, 256))]
-    found += [Setting(blocks._replace(share=share), MOST_SPLITS) for blocks, shares in even for share in shares]
-    return found
+    return found + [Setting(new(*tile), splits) for tile in split for splits in (2, 4)]
 
 
 def prefill_candidates() -> list[AttentionBlocks]:
@@ -102,10 +95,9 @@ def prefill_candidates() -> list[AttentionBlocks]:
     return [AttentionBlocks(*tile, ahead=True) for tile in tiles]
 
 
-def in_use(shape: str, rows: int, longest: int, way: str) -> Setting:
+def in_use(shape: str, rows: int, longest: int) -> Setting:
     _, _, _, G, D = SHAPES[shape]
-    splits = choose_splits(rows, G, longest)
-    return Setting(attention_blocks(D, 2, rows * G), splits, way)
+    return Setting(attention_blocks(D, 2, rows * G), choose_splits(rows, G, longest))
 
 
 def bf16(*shape: int) -> Tensor:
@@ -170,15 +162,10 @@ class Rows:
         return 4 * sum(self.lengths) * G * D
 
     def call(self, setting: Setting, copy: int = 0) -> Tensor:
-        _, _, H, G, D = SHAPES[self.shape]
+        _, _, H, _, D = SHAPES[self.shape]
         pages, blocks, splits = self.copies[copy], setting.blocks, setting.splits
         seen = (*pages, self.table, self.lengths_N, D**-0.5, None, splits, self.space[0])
-        q_NHD, entrance = self.product_NWD[:, :H], None
-        if setting.way == "apart":
-            q_NHD = turn_rows(self.product_NWD, self.x_NM, EPS, H, G, *self.angles, *pages, self.slots_N, 1.0, 1.0, None)
-        elif setting.way == "fused":
-            entrance = Entrance(self.x_NM, EPS, *self.angles, self.slots_N)
-        return attend_rows(q_NHD, *seen, out=self.out, arrived=self.space[1], blocks=blocks, entrance=entrance)
+        return attend_rows(self.product_NWD[:, :H], *seen, out=self.out, arrived=self.space[1], blocks=blocks)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,18 +224,10 @@ def bandwidth() -> float:
 
 def wrong(rows: Rows, setting: Setting) -> float:
     """How far a candidate is from the plain twin, as a part of the largest number."""
-    M, _, H, G, D = SHAPES[rows.shape]
-    k, v = (pages.clone() for pages in rows.copies[0])
+    _, _, H, _, D = SHAPES[rows.shape]
+    k, v = rows.copies[0]
     seen = (rows.table, rows.lengths_N, D**-0.5)
-    if setting.way == "alone":
-        wanted = plain_paged_attention(rows.product_NWD[:, :H].float().contiguous(), k.float(), v.float(), *seen)
-        return off(rows.call(setting), wanted)
-    weight = bf16((H + 2 * G) * D, M) * M**-0.5
-    given = (weight, EPS, H, G, *rows.angles)
-    fast = wide_norm_qkv_attend(rows.x_NM, *given, k, v, rows.slots_N, *seen, None, setting.splits, blocks=setting.blocks)
-    k_slow, v_slow = (pages.clone() for pages in rows.copies[0])
-    slow = plain_norm_qkv_attend(rows.x_NM, *given, k_slow, v_slow, rows.slots_N, *seen)
-    return max(off(fast, slow), off(k[:-1], k_slow[:-1]), off(v[:-1], v_slow[:-1]))
+    return off(rows.call(setting), plain_paged_attention(rows.product_NWD[:, :H].float(), k.float(), v.float(), *seen))
 
 
 def off(fast: Tensor, slow: Tensor) -> float:
@@ -260,7 +239,7 @@ def compile_some(number: int, workers: int) -> None:
     jobs: list[Callable[[], Any]] = []
     for shape in SHAPES:
         rows = Rows.build(shape, [40] * 80, most_copies=1)
-        settings = [*candidates(shape), *(in_use(shape, 256, 512, way) for way in ("alone", "apart", "fused"))]
+        settings = [*candidates(shape), in_use(shape, 256, 512)]
         jobs += [lambda rows=rows, one=one: rows.call(one) for one in settings]  # type: ignore[misc]
         some = Prompts.build(shape, 1, 160)
         jobs += [lambda some=some, one=one: some.call(one) for one in [*prefill_candidates(), prefill_blocks(64)]]  # type: ignore[misc]
@@ -279,29 +258,26 @@ def sweep_rows(case: tuple[str, int, str], speed: float, bad: set[Setting]) -> R
     lengths = contexts(count, kind)
     rows, longest = Rows.build(shape, lengths), 512 if kind != "long" else 2562
     floor, found = 1e6 * rows.moved / speed, list[Record]()
-    usual = {way: in_use(shape, count, longest, way) for way in ("alone", "apart", "fused")}
-    for setting in dict.fromkeys([*usual.values(), *candidates(shape)]):
-        if setting in bad or (setting.way != "alone" and setting.splits > 1 and setting not in usual.values()):
+    usual = in_use(shape, count, longest)
+    for setting in dict.fromkeys([usual, *candidates(shape)]):
+        if setting in bad:
             continue
         try:
             us = timed([lambda n=n, s=setting: rows.call(s, n) for n in range(len(rows.copies))])  # type: ignore[misc]
         except Exception as error:
             found.append({**setting.told(), "error": str(error)[:200]})
             continue
-        found.append({**setting.told(), "us": round(us, 2), "in_use": setting == usual[setting.way]})
+        found.append({**setting.told(), "us": round(us, 2), "in_use": setting == usual})
     return {"case": f"{shape} {count} {kind}", "floor_us": round(floor, 2), "mean": sum(lengths) / count, "tried": found}
 
 
 def show(record: Record, most: int = 3) -> None:
     timed_ = sorted((one for one in record["tried"] if "us" in one), key=lambda one: one["us"])
-    for way in ("alone", "apart", "fused"):
-        mine = [one for one in timed_ if one["way"] == way]
-        kept = [one for one in mine if one["in_use"]] + [one for one in mine if not one["in_use"]][:most]
-        for one in kept:
-            tile = f"entries {one['entries']} warps {one['warps']} stages {one['stages']} splits {one['splits']}"
-            mark, share = "*" if one["in_use"] else " ", record["floor_us"] / one["us"]
-            how = " ahead" * one["ahead"] + " beside" * one["beside"] + f" share {one['share']}" * bool(one["share"])
-            print(f"{mark} {record['case']:15} {way:5} {one['us']:7.2f} us {share:6.1%}  {tile}{how}")
+    for one in [one for one in timed_ if one["in_use"]] + [one for one in timed_ if not one["in_use"]][:most]:
+        tile = f"entries {one['entries']} warps {one['warps']} stages {one['stages']} splits {one['splits']}"
+        mark, share = "*" if one["in_use"] else " ", record["floor_us"] / one["us"]
+        how = " ahead" * one["ahead"] + " beside" * one["beside"]
+        print(f"{mark} {record['case']:15} {one['us']:7.2f} us {share:6.1%}  {tile}{how}")
     for one in [one for one in record["tried"] if "error" in one][:2]:
         print("!", record["case"], one)
 
@@ -332,9 +308,8 @@ def sweep_prompts(case: tuple[str, int, int]) -> Record:
     return {"case": f"{shape} {count} x {length}", "floor_us": round(floor, 1), "tried": found}
 
 
-def sweep_layer(best: AttentionBlocks, count: int = 256) -> list[Record]:
-    """A layer with its products, before and after; `early` lets kernels behind a product start before it has ended, and
-    `fetches` entries of each row are called for the layer behind."""
+def sweep_layer(count: int = 256) -> list[Record]:
+    """A layer with its products, and kernels that start early: the one that turns and stores, attention, the gate."""
     M, inner, H, G, D = SHAPES["360M"]
     rows = Rows.build("360M", contexts(count, "short"))
     layers = [
@@ -343,32 +318,22 @@ def sweep_layer(best: AttentionBlocks, count: int = 256) -> list[Record]:
     ]
     stream, found = bf16(count, M), list[Record]()
 
-    def layer(n: int, way: str, early: tuple[bool, bool], blocks: AttentionBlocks, fetches: int) -> None:
+    def layer(n: int, early: tuple[bool, bool, bool]) -> None:
         qkv, o, both, down = layers[n]
         pages, seen = rows.copies[n % len(rows.copies)], (rows.table, rows.lengths_N, D**-0.5)
-        if way == "fused":
-            ahead = Ahead(*rows.copies[(n + 1) % len(rows.copies)], fetches)
-            given = (stream, qkv, EPS, H, G, *rows.angles, *pages, rows.slots_N, *seen)
-            mixed = wide_norm_qkv_attend(*given, blocks=blocks, early=early[0], ahead=ahead)
-        else:
-            product = torch.mm(stream, qkv.T).view(count, -1, D)
-            q_NHD = turn_rows(product, stream, EPS, H, G, *rows.angles, *pages, rows.slots_N, 1.0, 1.0, None)
-            mixed = attend_rows(q_NHD, *pages, *seen, blocks=blocks)
-        wide_add_linear(stream, mixed.flatten(1), o, stream)
-        wide_add_linear(stream, wide_norm_gated(stream, both, EPS, None, early[1]), down, stream)
+        product = torch.mm(stream, qkv.T).view(count, -1, D)
+        q_NHD = turn_rows(product, stream, EPS, H, G, *rows.angles, *pages, rows.slots_N, 1.0, 1.0, None, early[0])
+        wide_add_linear(stream, attend_rows(q_NHD, *pages, *seen, early=early[1]).flatten(1), o, stream)
+        wide_add_linear(stream, wide_norm_gated(stream, both, EPS, None, early=early[2]), down, stream)
 
-    usual = attention_blocks(D, 2, count * G)
-    for way, early, blocks, fetches in (
-        ("apart", (False, False), usual, 0), ("apart", (False, True), usual, 0), ("apart", (False, False), best, 0),
-        ("fused", (False, False), usual, 0), ("fused", (False, False), best, 0), ("fused", (True, False), best, 0),
-        ("fused", (False, True), best, 0), ("fused", (True, True), best, 0), ("fused", (False, False), best, 32),
-        ("fused", (False, False), best, 64), ("fused", (False, False), best, 96), ("fused", (False, False), best, 512),
+    for early in (
+        (False, False, False), (False, False, True), (True, False, True), (True, True, True), (True, True, False),
     ):  # fmt: skip
         stream.normal_()
-        us = timed([partial(layer, n, way, early, blocks, fetches) for n in range(15)])
-        name = "best" if blocks == best else "in use"
-        found.append({"way": way, "early": early, "fetches": fetches, **blocks._asdict(), "us": round(us, 2)})
-        print(f"  a layer, {count} rows {us:7.2f} us  {way}, blocks {name}, early {early}, fetches {fetches}")
+        us = timed([partial(layer, n, early) for n in range(15)])
+        found.append({"rows": count, "early": early, "us": round(us, 2)})
+        names = [name for name, one in zip(("turn", "attention", "gate"), early, strict=True) if one]
+        print(f"  a layer, {count} rows {us:7.2f} us  early: {', '.join(names) or 'none'}")
     return found
 
 
@@ -427,7 +392,6 @@ def main() -> None:
             if not error < NEAR:
                 bad.add(setting)
                 print("! off by", error, shape, setting.told())
-    best = attention_blocks(64, 2, 10**6)
     for case in CASES:
         if time.monotonic() - begun > 0.95 * args.seconds:
             print("time is up before", case)
@@ -436,13 +400,12 @@ def main() -> None:
         record["rows"].append(found)
         show(found)
         if case == CASES[0]:
-            one = min((one for one in found["tried"] if "us" in one and one["way"] == "fused"), key=lambda one: one["us"])
-            best = AttentionBlocks(**{name: one[name] for name in AttentionBlocks._fields})
-            record["layer"], record["products"] = sweep_layer(best), sweep_products()
+            record["layer"] = [one for many in (128, 256, 512) for one in sweep_layer(many)]
+            record["products"] = sweep_products()
             for prompts in PROMPTS:
                 record["prompts"].append(sweep_prompts(prompts))
     record["seconds"] = round(time.monotonic() - begun, 1)
-    print(json.dumps({"seconds": record["seconds"], "best": best._asdict()}))
+    print(json.dumps({"seconds": record["seconds"]}))
     if args.out is not None:
         args.out.write_text(json.dumps(record, indent=1) + "\n")
 

@@ -7,7 +7,8 @@ Shapes are those of SmolLM-360M, SmolLM-1.7B and Llama-2-7B, in bfloat16. The fl
 or entries, at 4.3 TB/s, which this GPU reaches on large copies. Calls are recorded in a graph and go around copies of their
 weights that together do not fit into the cache, as a model's layers do. Everything is compiled on all cores first. `--sweep`
 also times other block sizes than those in use, some of each kernel's in turn, until its time is up; `--kernels`, `--shapes`
-and `--rows` give a few kernels more of it.
+and `--rows` give a few kernels more of it. `--library` times the products by a library beside them, with what stands around
+each in a kernel of its own (`wide_rows`), and says from how many rows on that is quicker.
 """
 
 from __future__ import annotations
@@ -37,11 +38,15 @@ from fathomlm.kernels.attention_blocks import (
     workspace_size,
 )
 from fathomlm.kernels.row_blocks import Blocks, product_blocks, row_block
+from fathomlm.kernels.wide_rows import wide_add_linear, wide_linear, wide_norm_gated, wide_norm_qkv_rope_write
 from fathomlm.lab.common import environment
 
 DEVICE, BANDWIDTH, COLD, EPS, PAGE, VOCAB, RANK, DEPTHS = "cuda", 4.3e12, 200e6, 1e-5, 16, 49152, 64, 3
 SHAPES = {"360M": (960, 2560, 15, 5, 64), "1.7B": (2048, 8192, 32, 32, 64), "7B": (4096, 11008, 32, 32, 128)}
+ALL = SHAPES | {"23M": (512, 1408, 8, 2, 64), "135M": (576, 1536, 9, 3, 64)}
 ROWS = (1, 32, 51)
+LIBRARY_ROWS = (16, 32, 48, 64, 65, 96, 128, 192, 256)
+PRODUCTS = ("qkv", "o", "gated", "down", "head, no norm")
 KERNELS = [
     "qkv",
     "qkv, product only",
@@ -93,8 +98,11 @@ def build(cell: Cell, most_copies: int = 128) -> Bench:
     width, depth = widths(cell)
     copies = copies_of(2 * width * depth, most_copies)
     weights = [bf16(width, depth) for _ in range(copies)]
-    product = product_of(cell)
-    return Bench(lambda n, variant: product(weights[n], variant["blocks"]), 2 * width * depth, copies)
+    product, library = product_of(cell), by_library(cell)
+    return Bench(
+        lambda n, variant: library(weights[n]) if variant.get("library") else product(weights[n], variant["blocks"]),
+        2 * width * depth, copies,
+    )  # fmt: skip
 
 
 def copies_of(moved: int, most: int) -> int:
@@ -102,12 +110,27 @@ def copies_of(moved: int, most: int) -> int:
     return max(1, min(most, round(COLD / moved)))
 
 
-def product_of(cell: Cell) -> Callable[[torch.Tensor, Blocks], Any]:
-    """The kernel's call for a weight and settings, everything else bound."""
-    (_, inner, H, G, D), (width, depth), N = SHAPES[cell.shape], widths(cell), cell.rows
+def by_library(cell: Cell) -> Callable[[torch.Tensor], Any]:
+    """The same by a library's product, and a kernel for what stands around it."""
+    (_, _, H, G, D), (width, depth), N = ALL[cell.shape], widths(cell), cell.rows
     x, stream = bf16(N, depth), bf16(N, width)
     if cell.kernel == "qkv":
-        cos, sin, pages, slots = bf16(N, D), bf16(N, D), bf16(8, PAGE, G, D), torch.arange(N, device=DEVICE)
+        cos, sin, pages, slots = bf16(N, D), bf16(N, D), bf16(64, PAGE, G, D), torch.arange(N, device=DEVICE)
+        rest = (EPS, H, G, cos, sin, pages, pages, slots, 1.0, 1.0, bf16(N, H, D))
+        return lambda weight: wide_norm_qkv_rope_write(x, weight, *rest)
+    if cell.kernel == "gated":
+        return lambda weight: wide_norm_gated(x, weight, EPS, None)
+    if cell.kernel in ("o", "down"):
+        return lambda weight: wide_add_linear(stream, x, weight, stream)
+    return lambda weight: wide_linear(x, weight, torch.float32, None)
+
+
+def product_of(cell: Cell) -> Callable[[torch.Tensor, Blocks], Any]:
+    """The kernel's call for a weight and settings, everything else bound."""
+    (_, inner, H, G, D), (width, depth), N = ALL[cell.shape], widths(cell), cell.rows
+    x, stream = bf16(N, depth), bf16(N, width)
+    if cell.kernel == "qkv":
+        cos, sin, pages, slots = bf16(N, D), bf16(N, D), bf16(64, PAGE, G, D), torch.arange(N, device=DEVICE)
         rest = (EPS, H, G, cos, sin, pages, pages, slots, 1.0, 1.0, bf16(N, H, D))
         return lambda weight, blocks: row_qkv._triton_norm_qkv_rope_write(x, weight, *rest, blocks)
     if cell.kernel == "gated":
@@ -122,7 +145,7 @@ def product_of(cell: Cell) -> Callable[[torch.Tensor, Blocks], Any]:
 
 def widths(cell: Cell) -> tuple[int, int]:
     """Rows and columns of the weight."""
-    M, inner, H, G, D = SHAPES[cell.shape]
+    M, inner, H, G, D = ALL[cell.shape]
     wide = ((H + 2 * G) * D, M)
     return {"qkv": wide, "qkv, product only": wide, "o": (M, H * D), "gated": (2 * inner, M), "down": (M, inner)}.get(
         cell.kernel, (VOCAB, M)
@@ -269,6 +292,35 @@ def show(rows: list[dict[str, Any]], best_of: int) -> None:
             print(f"! {kernel:15} {shape:5} {count:3} rows {row['error']}")
 
 
+def crossings(seconds: float) -> list[dict[str, Any]]:
+    """Each product in both ways, and the fewest rows from which on the library is never slower."""
+    cells = [Cell(*chosen) for chosen in itertools.product(PRODUCTS, ALL, LIBRARY_ROWS)]
+    compile_ahead(partial(compile_some, [(cell, in_use(cell)) for cell in cells]), 0.5 * seconds)
+    found = []
+    for (kernel, shape), group in itertools.groupby(cells, key=lambda cell: (cell.kernel, cell.shape)):
+        tried = []
+        for cell in group:
+            bench = build(cell)
+            own, other = (measure(cell, bench, way) for way in (in_use(cell), {"library": True, "blocks": None}))
+            tried.append({"rows": cell.rows, "kernel_us": own.get("us"), "library_us": other.get("us")})
+        slower = [one["rows"] for one in tried if (one["kernel_us"] or 1e9) < (one["library_us"] or 1e9)]
+        width, depth = widths(cell)
+        above = [rows for rows in LIBRARY_ROWS if not slower or rows > slower[-1]]
+        found.append(
+            {
+                "kernel": kernel,
+                "shape": shape,
+                "width": width,
+                "depth": depth,
+                "from": min(above, default=None),
+                "tried": tried,
+            }
+        )
+        said = " ".join(f"{one['rows']}:{one['kernel_us']}/{one['library_us']}" for one in tried)
+        print(f"  {kernel:14} {shape:5} {width:6} x {depth:5} library from {first}: {said}", flush=True)
+    return found
+
+
 def layers(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """A whole layer: its kernels one after the other, with the settings in use."""
     found = []
@@ -293,7 +345,13 @@ def main() -> None:
     parser.add_argument("--kernels", nargs="*", help="only those whose name begins so")
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--rows", nargs="*", type=int, default=list(ROWS))
+    parser.add_argument("--library", action="store_true", help="products by a library beside them, and nothing else")
     args = parser.parse_args()
+    if args.library:
+        found = {"environment": environment(), "products": crossings(args.seconds)}
+        if args.out is not None:
+            args.out.write_text(json.dumps(found, indent=1) + "\n")
+        return
     end = time.monotonic() + args.seconds
     wanted = [name for name in KERNELS if not args.kernels or name.startswith(tuple(args.kernels))]
     cells = [Cell(*chosen) for chosen in itertools.product(wanted, args.shapes, args.rows)]

@@ -15,7 +15,6 @@ from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.full import generate
 from fathomlm.decode.sampling import Sampling
 from fathomlm.depth import DepthPlan
-from fathomlm.engine import fused_layers
 from fathomlm.engine.engine import Engine
 from fathomlm.engine.programs.base import SamplingVariant
 from fathomlm.engine.request import Request, TokenLogprobs
@@ -83,18 +82,6 @@ def test_routed_models_with_rows_of_different_recursions(router: str, kv: str, l
     engine = Engine(model, cores=cores, **SMALL)
     assert found(model, engine) == expected(model)
     _nothing_is_left(engine)
-
-
-@pytest.mark.parametrize("name", ["vanilla", "routed"])
-def test_attention_that_takes_the_product(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where rows are of different sequences, and every one leaves an entry; others go the usual way."""
-    model = routed_model() if name == "routed" else build(name)
-    wanted, taken = expected(model), Mock(wraps=fused_layers.norm_qkv_attend)
-    monkeypatch.setattr(fused_layers, "TAKES_PRODUCT", True)
-    monkeypatch.setattr(fused_layers, "norm_qkv_attend", taken)
-    engine = Engine(model, fuse=True, **SMALL)
-    assert found(model, engine) == wanted
-    taken.assert_called()
 
 
 def test_neurons_that_kernels_cannot_load_in_whole_vectors() -> None:

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fathomlm.kernels import attention_blocks, grouped_lora, paged_attention, paged_write, qkv_attention, row_linear, row_qkv
+from fathomlm.kernels import attention_blocks, grouped_lora, paged_attention, paged_write, row_linear, row_qkv, triton_here
 from fathomlm.kernels.gates import GATES
 from fathomlm.kernels.row_blocks import Blocks
 from kernels.row_cases import NEAR, Pages, angles, near, near_many, some_slots
@@ -235,28 +235,6 @@ def test_attention(dtype: torch.dtype, heads: tuple[int, int, int], splits: int,
                 near(again, wanted, dtype, atol=max(2e-4, 4 * NEAR[dtype]))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("rows", [51, 256])
-def test_attention_in_even_shares(dtype: torch.dtype, ahead: bool, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of all lengths that fill the device, the long ones with several programs; again and again, as layers are."""
-    H, G, D = HEADS[0]
-    monkeypatch.setattr(attention_blocks, "EVEN_SHARE", 128)
-    monkeypatch.setattr(attention_blocks, "MANY_AHEAD", ahead)
-    splits = attention_blocks.choose_splits(rows, G, 512)
-    assert splits == 4, "these rows fill the device"
-    lengths = [(row * 37) % 512 for row in range(rows)]
-    pages = Pages.build(lambda *s: random(*s, dtype=dtype), lengths, G, D, PAGE, spare=4)
-    workspace = unwritten(attention_blocks.workspace_size(rows, H, D, splits), dtype=torch.float32)
-    arrived, wide = torch.zeros(rows * G, dtype=torch.int32, device=CUDA), (pages.k.float(), pages.v.float())
-    for _ in range(3):
-        q = random(rows, H, D, dtype=dtype, std=2.0)
-        fast = paged_attention.paged_attention(q, *pages, D**-0.5, None, splits, workspace, arrived=arrived)
-        wanted = paged_attention.plain_paged_attention(q.float(), *wide, pages.table, pages.lengths, D**-0.5)
-        near(fast, wanted, dtype, atol=max(2e-4, 4 * NEAR[dtype]))
-        assert not arrived.any()
-
-
 @pytest.mark.parametrize("dtype", DTYPES[:2])
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("window", [None, 33])
@@ -339,28 +317,52 @@ def test_nothing_outside_the_pages_is_written() -> None:
             assert written.tolist() == [8 * PAGE + 3, 16 * PAGE - 1]
 
 
-@pytest.mark.parametrize("kind", [torch.bfloat16, paged_write.FLOAT8])
-@pytest.mark.parametrize("heads", HEADS[:5])
-@pytest.mark.parametrize(("splits", "window"), [(1, None), (4, None), (1, 33)])
-def test_entrance_and_attention(heads: tuple[int, int, int], splits: int, window: int | None, kind: torch.dtype) -> None:
-    """One kernel behind the product does what two do, one of which only turns and stores."""
-    (H, G, D), rows, dtype = heads, 200, torch.bfloat16
-    pages = Pages.build(lambda *s: random(*s, dtype=dtype), some_lengths(rows), G, D, PAGE)
+@pytest.mark.parametrize(("rows", "splits"), [(65, 4), (256, 1), (512, 1)])
+def test_layers_of_many_rows_start_early(rows: int, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that are launched before the one in front of them ends wait for what it makes: many layers one behind the
+    other, recorded, come out with the same bits as when each kernel waits for its launch."""
+    M, inner, H, G, D = SHAPES["360M"]
+    dtype, layers = torch.bfloat16, 12
+    weights = [
+        tuple(weight(*shape, dtype) for shape in (((H + 2 * G) * D, M), (M, H * D), (2 * inner, M), (M, inner)))
+        for _ in range(layers)
+    ]
+    pages = [Pages.build(lambda *s: random(*s, dtype=dtype), some_lengths(rows), G, D, PAGE) for _ in range(layers)]
     at = [
-        (int(pages.table[row, (n - 1) // PAGE]) * PAGE + (n - 1) % PAGE if n else -1) for row, n in enumerate(pages.lengths)
+        int(pages[0].table[row, (n - 1) // PAGE]) * PAGE + (n - 1) % PAGE if n else -1
+        for row, n in enumerate(pages[0].lengths.tolist())
     ]
     slots, (cos, sin) = torch.tensor(at, device=CUDA), angles(random, rows, D)
-    given = (random(rows, 960, dtype=dtype), weight((H + 2 * G) * D, 960, dtype), EPS, H, G, cos, sin)
-    ours, theirs = ([t.nan_to_num().to(kind) for t in pages[:2]] for _ in range(2))
-    seen, scales = (pages.table, pages.lengths, D**-0.5, window, splits), (1.5, 0.3) if kind != dtype else (1.0, 1.0)
-    fast = qkv_attention.norm_qkv_attend(*given, *ours, slots, *seen, k_scale=scales[0], v_scale=scales[1])
-    q = row_qkv.norm_qkv_rope_write(*given, *theirs, slots, *scales)
-    slow = paged_attention.paged_attention(q, *theirs, *seen, k_scale=scales[0], v_scale=scales[1])
-    near(fast, slow, dtype, atol=8 * NEAR[dtype], roundings=2)
-    for one, other in zip(ours, theirs, strict=True):
-        one, other = one.float(), other.float()
-        torch.testing.assert_close(one, other, rtol=2**-7 if kind == dtype else 2**-3, atol=2**-9)
-        assert (one == other).float().mean() > 0.99
+    stream, start = (random(rows, M, dtype=dtype) for _ in range(2))
+    room = torch.empty(attention_blocks.workspace_size(rows, H, D, splits), device=CUDA)
+    arrived = torch.zeros(rows * G, dtype=torch.int32, device=CUDA)
+
+    def call() -> None:
+        for (qkv, o, both, down), (k, v, table, lengths) in zip(weights, pages, strict=True):
+            q = row_qkv.norm_qkv_rope_write(stream, qkv, EPS, H, G, cos, sin, k, v, slots)
+            seen = (table, lengths, D**-0.5, None, splits, room)
+            mixed = paged_attention.paged_attention(q, k, v, *seen, arrived=arrived, early=True)
+            row_linear.add_linear(stream, mixed.flatten(1), o, out=stream)
+            row_linear.add_linear(stream, row_linear.norm_gated(stream, both, EPS), down, out=stream)
+
+    found = []
+    for early in (False, True):
+        monkeypatch.setattr(triton_here, "_starts_early", lambda early=early: early)
+        call()
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            call()
+        for _ in range(4):
+            stream.copy_(start)
+            for one in pages:
+                for entries in (one.k, one.v):
+                    entries.flatten(0, 1)[slots[slots >= 0]] = 0
+            graph.replay()
+            found.append([stream.clone(), *(one.k.nan_to_num() for one in pages), *(one.v.nan_to_num() for one in pages)])
+    assert not found[0][0].isnan().any()
+    for other in found[1:]:
+        assert all(torch.equal(one, again) for one, again in zip(found[0], other, strict=True))
 
 
 @pytest.mark.parametrize("splits", [1, 4])

@@ -145,17 +145,6 @@ def test_splits(rows: int, groups: int, longest: int) -> None:
     assert splits == module.MAX_SPLITS or longest < 2 * 128 * splits or rows * groups * splits >= 2 * 132
 
 
-def test_rows_that_fill_the_device_have_even_shares(monkeypatch: pytest.MonkeyPatch) -> None:
-    few = choose_splits(4, 5, 512)
-    assert choose_splits(256, 5, 512) == 1
-    monkeypatch.setattr(module, "EVEN_SHARE", 128)
-    assert [choose_splits(256, 5, longest) for longest in (1, 128, 129, 512, 10**6)] == [1, 1, 2, 4, module.MOST_SHARES]
-    assert choose_splits(4, 5, 512) == few
-    assert [module.attention_blocks(64, 2, programs).share for programs in (20, 132, 1280)] == [0, 128, 128]
-    monkeypatch.setattr(module, "EVEN_SHARE", 64)
-    assert [module.attention_blocks(64, 2, programs).share for programs in (132, 1280)] == [128, 64], "whole tiles"
-
-
 def test_sizes_of_workspaces() -> None:
     assert workspace_size(3, 15, 64, 1) == 0
     assert workspace_size(3, 15, 64, 4) == 3 * 15 * 4 * 66

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from fathomlm.kernels import (
     attention_blocks,
@@ -20,7 +19,6 @@ from fathomlm.kernels import (
     paged_attention,
     paged_write,
     prefill_attention,
-    qkv_attention,
     row_attention,
     row_linear,
     row_qkv,
@@ -210,27 +208,11 @@ def test_paged_attention(heads: int, groups: int, head_dim: int, splits: int, wi
     q, pages = random(len(lengths), heads, head_dim), Pages.build(random, lengths, groups, head_dim, page=8)
     wanted = paged_attention.plain_paged_attention(q, *pages, 0.3, window)
     workspace = torch.full((attention_blocks.workspace_size(6, heads, head_dim, splits),), torch.nan)
-    for entries, ahead, share in ((16, False, 0), (16, True, 48), (32, True, 32)):
-        blocks = attention_blocks.AttentionBlocks(entries, ahead=ahead, beside=ahead, share=share)
+    for entries, ahead in ((16, False), (16, True), (32, True)):
+        blocks = attention_blocks.AttentionBlocks(entries, ahead=ahead, beside=ahead)
         fast = row_attention.attend_rows(q, *pages, 0.3, window, splits, workspace, blocks=blocks)
         torch.testing.assert_close(fast, wanted, **NEAR)
     assert not fast[0].any()
-
-
-def test_rows_of_one_share_are_one_programs() -> None:
-    """What is handed over between programs belongs to the long rows alone, and nobody is waited for afterwards."""
-    random = randoms()
-    lengths, heads, splits = [0, 1, 32, 33, 64, 65, 300], 6, 4
-    q, pages = random(len(lengths), heads, 16), Pages.build(random, lengths, 2, 16, page=8)
-    workspace = torch.full((attention_blocks.workspace_size(len(lengths), heads, 16, splits),), torch.nan)
-    arrived = torch.zeros(len(lengths) * 2, dtype=torch.int32)
-    blocks = attention_blocks.AttentionBlocks(16, share=32)
-    fast = row_attention.attend_rows(q, *pages, 0.3, None, splits, workspace, arrived=arrived, blocks=blocks)
-    torch.testing.assert_close(fast, paged_attention.plain_paged_attention(q, *pages, 0.3), **NEAR)
-    found = workspace[: len(lengths) * heads * splits * 16].view(len(lengths), heads, splits, 16)
-    used = ~found.isnan().all(-1).all(1)
-    assert used.sum(1).tolist() == [0, 0, 0, 2, 2, 3, 4]
-    assert not arrived.any()
 
 
 @pytest.mark.parametrize("splits", [1, 3])
@@ -240,10 +222,26 @@ def test_paged_attention_from_a_start_of_its_own(splits: int) -> None:
     lengths, starts = [0, 1, 9, 40, 70, 70, 130], torch.tensor([0, 0, 8, 0, 17, 64, 31], dtype=torch.int32)
     q, pages = random(7, 6, 16), Pages.build(random, lengths, 2, 16, page=8)
     wanted = paged_attention.plain_paged_attention(q, *pages, 0.3, starts_N=starts)
-    for entries, share in ((16, 0), (16, 32), (32, 32)):
-        blocks = attention_blocks.AttentionBlocks(entries, share=share)
+    for entries in (16, 32):
+        blocks = attention_blocks.AttentionBlocks(entries)
         fast = row_attention.attend_rows(q, *pages, 0.3, splits=splits, blocks=blocks, starts_N=starts)
         torch.testing.assert_close(fast, wanted, **NEAR)
+
+
+def test_programs_that_share_a_row_have_whole_tiles() -> None:
+    """What is handed over between programs belongs to rows of several tiles alone, and nobody is waited for afterwards."""
+    random = randoms()
+    lengths, heads, splits = [0, 1, 32, 33, 64, 65, 300], 6, 4
+    q, pages = random(len(lengths), heads, 16), Pages.build(random, lengths, 2, 16, page=8)
+    workspace = torch.full((attention_blocks.workspace_size(len(lengths), heads, 16, splits),), torch.nan)
+    arrived = torch.zeros(len(lengths) * 2, dtype=torch.int32)
+    blocks = attention_blocks.AttentionBlocks(16)
+    fast = row_attention.attend_rows(q, *pages, 0.3, None, splits, workspace, arrived=arrived, blocks=blocks)
+    torch.testing.assert_close(fast, paged_attention.plain_paged_attention(q, *pages, 0.3), **NEAR)
+    found = workspace[: len(lengths) * heads * splits * 16].view(len(lengths), heads, splits, 16)
+    used = ~found.isnan().all(-1).all(1)
+    assert used.sum(1).tolist() == [0, 0, 2, 3, 4, 3, 4]
+    assert not arrived.any()
 
 
 @pytest.mark.parametrize(("heads", "groups"), [(6, 6), (6, 2)])
@@ -254,8 +252,8 @@ def test_paged_attention_with_relative_positions(heads: int, groups: int, splits
     q, pages, bias = random(6, heads, 16), Pages.build(random, lengths, groups, 16, page=8), random(20, heads)
     for way in ({}, {"window": 5}, {"prefix": attention_blocks.PrefixSpan(2, 8)}):
         wanted = paged_attention.plain_paged_attention(q, *pages, 1.0, bias_DH=bias, **way)  # type: ignore[arg-type]
-        for entries, ahead, share in ((16, False, 0), (16, False, 32), (32, True, 32)):
-            blocks = attention_blocks.AttentionBlocks(entries, ahead=ahead, share=share)
+        for entries, ahead in ((16, False), (32, True)):
+            blocks = attention_blocks.AttentionBlocks(entries, ahead=ahead)
             fast = row_attention.attend_rows(q, *pages, 1.0, splits=splits, blocks=blocks, bias_DH=bias, **way)  # type: ignore[arg-type]
             torch.testing.assert_close(fast, wanted, **NEAR)
 
@@ -325,45 +323,14 @@ def test_paged_attention_over_a_tree(splits: int) -> None:
     q, pages = random(6, 6, 16), Pages.build(random, lengths, 2, 16, page=8)
     bits = torch.tensor([0, 1, 1 | 1 << 39, -(2**63) | 1, 1 | -1 << 33, 0b1001])
     wanted = paged_attention.plain_paged_attention(q, *pages, 0.3, bits_N=bits)
-    for entries, ahead, share in ((16, False, 0), (16, True, 48), (32, True, 32)):
-        blocks = attention_blocks.AttentionBlocks(entries, ahead=ahead, beside=ahead, share=share)
+    for entries, ahead in ((16, False), (16, True), (32, True)):
+        blocks = attention_blocks.AttentionBlocks(entries, ahead=ahead, beside=ahead)
         fast = row_attention.attend_rows(q, *pages, 0.3, splits=splits, blocks=blocks, bits_N=bits)
         torch.testing.assert_close(fast, wanted, **NEAR)
     starts = torch.tensor([0, 0, 1, 20, 63, 100], dtype=torch.int32)
     wanted = paged_attention.plain_paged_attention(q, *pages, 0.3, bits_N=bits, starts_N=starts)
     fast = row_attention.attend_rows(q, *pages, 0.3, splits=splits, bits_N=bits, starts_N=starts)
     torch.testing.assert_close(fast, wanted, **NEAR)
-
-
-@pytest.mark.parametrize(("heads", "groups", "head_dim"), [(6, 2, 16), (3, 3, 20)])
-@pytest.mark.parametrize(("splits", "window"), [(1, None), (3, None), (1, 1), (3, 20)])
-def test_entrance_and_attention(heads: int, groups: int, head_dim: int, splits: int, window: int | None) -> None:
-    """Rows scale, turn and store what a product left, and see it beside what is in their pages."""
-    random = randoms()
-    lengths = [0, 1, 8, 9, 16, 17, 70, 33]
-    pages = Pages.build(random, lengths, groups, head_dim, page=8)
-    pages = pages._replace(k=F.pad(pages.k, (0,) * 7 + (1,)), v=F.pad(pages.v, (0,) * 7 + (1,)))  # one that nobody owns
-    at = [length - 1 for length in lengths]
-    slots = torch.tensor([int(pages.table[row, e // 8]) * 8 + e % 8 if e >= 0 else -1 for row, e in enumerate(at)])
-    x, (cos, sin) = random(8, 72), angles(random, 8, head_dim)
-    given = (x, random((heads + 2 * groups) * head_dim, 72, std=0.2), 1e-2, heads, groups, cos, sin)
-    ours, theirs = ([pages.k.clone(), pages.v.clone()] for _ in range(2))
-    rest = (pages.table, pages.lengths, 0.3, window)
-    wanted = qkv_attention.plain_norm_qkv_attend(*given, *theirs, slots, *rest)
-    for entries, ahead, share in ((16, False, 0), (16, True, 48), (32, True, 32)):
-        blocks = attention_blocks.AttentionBlocks(entries, ahead=ahead, beside=ahead, share=share)
-        found = qkv_attention.wide_norm_qkv_attend(*given, *ours, slots, *rest, splits, blocks=blocks)
-        torch.testing.assert_close(found, wanted, **NEAR)
-    if window is not None:  # the same as starts
-        starts = (pages.lengths - window).clamp_min(0)
-        found = qkv_attention.wide_norm_qkv_attend(*given, *ours, slots, *rest[:-1], None, splits, starts_N=starts)
-        torch.testing.assert_close(found, wanted, **NEAR)
-    assert not found[0].any()
-    for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one[:-1], other[:-1], equal_nan=True, **NEAR)
-    slots[3], slots[6] = -1, len(pages.k) * 8
-    found = qkv_attention.wide_norm_qkv_attend(*given, *ours, slots, *rest, splits)
-    assert found.isnan().all(-1).all(-1).tolist() == [row in (3, 6) for row in range(8)]
 
 
 def test_paged_attention_over_float8() -> None:

@@ -17,16 +17,14 @@ from fathomlm.engine.kv_pages import AttentionMetadata, KVPages
 from fathomlm.engine.layout import Layout
 from fathomlm.engine.row_positions import RowPositions, Turns
 from fathomlm.engine.sources import Sources
-from fathomlm.kernels.attention_blocks import TAKES_PRODUCT, called_entries, choose_splits, workspace_size
+from fathomlm.kernels.attention_blocks import choose_splits, workspace_size
 from fathomlm.kernels.few_attention import few_parts, few_space, takes_few_rows
 from fathomlm.kernels.norm import add_norm
 from fathomlm.kernels.paged_attention import paged_attention
-from fathomlm.kernels.qkv_attention import norm_qkv_attend
-from fathomlm.kernels.row_attention import Ahead
 from fathomlm.kernels.row_linear import RowWeight, SplitSpace, add_linear, norm_gated, norm_linear
 from fathomlm.kernels.row_qkv import norm_qkv_rope_write
 from fathomlm.kernels.triton_here import triton
-from fathomlm.kernels.wide_rows import MANY_ROWS
+from fathomlm.kernels.wide_rows import MANY_ROWS, many_rows
 from fathomlm.model.blocks.step_context import CrossRows, PackedRows
 from fathomlm.model.decoder import Decoder
 
@@ -79,7 +77,7 @@ class FusedLayers:
             return self.run(x_NM.repeat(2, 1), steps, both, positions_N.expand(2), twice)[:1]
         a, plan, scratch = self._architecture, self._plan, self._scratch_for(x_NM.shape[0])
         angles: dict[Turns, tuple[Tensor, Tensor]] = {}
-        for number, step in enumerate(steps):
+        for step in steps:
             windows, turns = self._places.windows(step, recursion_N), self._places.turns(step, recursion_N)
             if turns not in angles:
                 angles[turns] = self._places.angles(turns, positions_N, recursion_N, attention.angles)
@@ -93,19 +91,15 @@ class FusedLayers:
             eps, starts_N = a.norm_eps, attention.starts.get(windows)
             entrance = (x_NM, qkv_WM, eps, a.heads, groups, cos_ND, sin_ND, k_pages, v_pages, attention.slot_mapping_N)
             seen = (attention.table_NP, attention.lengths_N, a.scale, windows[0], scratch.splits, scratch.attention)
-            if TAKES_PRODUCT and attention.apart and not reads and self._bias_DH is None:
-                ahead = self._ahead(step, steps[number + 1 : number + 2], attention) if windows == (None,) else None
-                mixed_NHD = norm_qkv_attend(*entrance, *seen, scratch.arrived, starts_N=starts_N, ahead=ahead)
+            q_NHD = norm_qkv_rope_write(*entrance)
+            plain = windows == (None,) and starts_N is None and not reads and self._bias_DH is None
+            if plain and attention.together is not None and takes_few_rows(q_NHD, attention.together[0]):
+                mixed_NHD = self._attend_few(q_NHD, k_pages, v_pages, attention)
             else:
-                q_NHD = norm_qkv_rope_write(*entrance)
-                plain = windows == (None,) and starts_N is None and not reads and self._bias_DH is None
-                if plain and attention.together is not None and takes_few_rows(q_NHD, attention.together[0]):
-                    mixed_NHD = self._attend_few(q_NHD, k_pages, v_pages, attention)
-                else:
-                    mixed_NHD = paged_attention(
-                        q_NHD, k_pages, v_pages, *seen, sequence_N=attention.sequence_N, arrived=scratch.arrived,
-                        bits_N=attention.bits_N, starts_N=starts_N, bias_DH=self._bias_DH,
-                    )  # fmt: skip
+                mixed_NHD = paged_attention(
+                    q_NHD, k_pages, v_pages, *seen, sequence_N=attention.sequence_N, arrived=scratch.arrived,
+                    bits_N=attention.bits_N, starts_N=starts_N, bias_DH=self._bias_DH, early=many_rows(x_NM),
+                )  # fmt: skip
             self._add(x_NM, mixed_NHD.flatten(1), packed.o_MW, packed.after_attn_M, scratch.sums)
             if packed.cross is not None:
                 self._add_source(x_NM, step, packed.cross, attention.source, scratch)
@@ -153,14 +147,6 @@ class FusedLayers:
         space = self._few_scratch[N, parts]
         seen = attention.table_NP, attention.lengths_N, self._architecture.scale
         return attend_few(q_NHD, k_pages, v_pages, *seen, rows, nodes, parts, *space, attention.bits_N)
-
-    def _ahead(self, step: Step, then: Sequence[Step], attention: AttentionMetadata) -> Ahead | None:
-        """What the next step reads, where rows have it in the same pages."""
-        rows, a = len(attention.lengths_N), self._architecture
-        many = called_entries(rows, a.kv_heads, a.head_dim, self._pages.dtype.itemsize)
-        if not many or not then or self._layout.home(then[0])[0] != self._layout.home(step)[0]:
-            return None
-        return Ahead(*self._pages.at(*self._layout.home(then[0]), attention.planes), many)
 
     def _add(self, x_NM: Tensor, inner_NK: Tensor, weight_MK: RowWeight, after_M: Tensor | None, sums: SplitSpace) -> None:
         """A half's last product onto the stream, through the norm behind it where there is one."""

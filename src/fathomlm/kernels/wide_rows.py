@@ -27,7 +27,7 @@ if triton is not None:
     from fathomlm.kernels.gates import activated
     from fathomlm.kernels.paged_write import narrow_entry
     from fathomlm.kernels.row_attention import row_inverse_rms
-    from fathomlm.kernels.triton_here import wait_for_last
+    from fathomlm.kernels.triton_here import let_next_start, wait_for_last
 
 
 def many_rows(x_NM: Tensor) -> bool:
@@ -59,9 +59,11 @@ if triton is not None:
         x_ptr, x_stride, product_ptr, cos_ptr, cos_stride, sin_ptr, sin_stride, q_ptr, k_ptr, v_ptr, slots_ptr,
         slots, eps, k_scale, v_scale, H, G,
         DEPTH: tl.constexpr, WIDE: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr,
-        LARGEST: tl.constexpr,
+        LARGEST: tl.constexpr, EARLY: tl.constexpr,
     ):  # fmt: skip
         """HEADS heads of one row: scaled, turned unless they are values, and put where they belong."""
+        let_next_start(EARLY)
+        wait_for_last(EARLY)
         row = tl.program_id(0).to(tl.int64)
         scale = row_inverse_rms(x_ptr, row * x_stride, eps, DEPTH, WIDE)
         head, pair = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None], tl.arange(0, PAIRS)[None, :]
@@ -101,15 +103,15 @@ if triton is not None:
         return product_NW if out is None or out is product_NW else out.copy_(product_NW)
 
     def wide_norm_gated(
-        x_NM: Tensor, both_2IM: Tensor, eps: float, out: Tensor | None, early: bool = False, activation: str = "silu"
+        x_NM: Tensor, both_2IM: Tensor, eps: float, out: Tensor | None, activation: str = "silu", early: bool = True
     ) -> Tensor:
-        return gate_rows(torch.mm(x_NM, both_2IM.T), x_NM, eps, out, early=early, activation=activation)
+        return gate_rows(torch.mm(x_NM, both_2IM.T), x_NM, eps, out, activation=activation, early=early)
 
     def gate_rows(
         product_N2I: Tensor, x_NM: Tensor, eps: float, out: Tensor | None, block: int = BLOCK, warps: int = 4,
-        early: bool = False, activation: str = "silu",
+        activation: str = "silu", early: bool = True,
     ) -> Tensor:  # fmt: skip
-        """What gate and up make of each other, from what the product has left."""
+        """What gate and up make of each other, from what the product in front has left."""
         (N, M), width = x_NM.shape, product_N2I.shape[1] // 2
         out = x_NM.new_empty(N, width) if out is None else out
         _gate_rows_kernel[N, triton.cdiv(width, block) if N < FILLED else 1](
@@ -140,8 +142,10 @@ if triton is not None:
     def turn_rows(
         product_NWD: Tensor, x_NM: Tensor, eps: float, heads: int, groups: int, cos_ND: Tensor, sin_ND: Tensor,
         k_pages: Tensor, v_pages: Tensor, slots_N: Tensor, k_scale: float, v_scale: float, out: Tensor | None,
+        early: bool = True,
     ) -> Tensor:  # fmt: skip
-        """Queries, and entries where they belong, from what the product has left."""
+        """Queries, and entries where they belong, from what the product in front has left. The kernel behind may start
+        early, too."""
         (N, M), D = x_NM.shape, cos_ND.shape[-1]
         out = x_NM.new_empty(N, heads, D) if out is None else out
         assert all(t.is_contiguous() for t in (out, k_pages, v_pages, slots_N))
@@ -150,5 +154,6 @@ if triton is not None:
             x_NM, x_NM.stride(0), product_NWD, cos_ND, cos_ND.stride(0), sin_ND, sin_ND.stride(0), out, k_pages, v_pages,
             slots_N, slot_count(k_pages), eps, k_scale, v_scale, heads, groups, DEPTH=M, WIDE=triton.next_power_of_2(M),
             HALF=D // 2, PAIRS=triton.next_power_of_2(D // 2), HEADS=together, LARGEST=LARGEST_FLOAT8, num_warps=4,
+            **launch_behind(early),
         )  # fmt: skip
         return out
