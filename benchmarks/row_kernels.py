@@ -306,16 +306,8 @@ def crossings(seconds: float) -> list[dict[str, Any]]:
         slower = [one["rows"] for one in tried if (one["kernel_us"] or 1e9) < (one["library_us"] or 1e9)]
         width, depth = widths(cell)
         above = [rows for rows in LIBRARY_ROWS if not slower or rows > slower[-1]]
-        found.append(
-            {
-                "kernel": kernel,
-                "shape": shape,
-                "width": width,
-                "depth": depth,
-                "from": min(above, default=None),
-                "tried": tried,
-            }
-        )
+        first = min(above, default=None)
+        found.append({"kernel": kernel, "shape": shape, "width": width, "depth": depth, "from": first, "tried": tried})
         said = " ".join(f"{one['rows']}:{one['kernel_us']}/{one['library_us']}" for one in tried)
         print(f"  {kernel:14} {shape:5} {width:6} x {depth:5} library from {first}: {said}", flush=True)
     return found

@@ -28,7 +28,6 @@ SIZES: dict[str, Any] = {"batch_size": ROWS, "page_size": 4, "max_length": 48, "
 
 @pytest.fixture(autouse=True)
 def _few_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(whole_rows, "FEW_KERNELS", True)
     monkeypatch.setattr(whole_rows, "runs_here", lambda device: True)
 
 

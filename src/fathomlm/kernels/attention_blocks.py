@@ -55,8 +55,9 @@ def attention_blocks(head_dim: int, size: int, programs: int = 0) -> AttentionBl
 
 
 def prefill_blocks(head_dim: int) -> AttentionBlocks:
-    """Where prompts are read. Looking ahead takes 297 us in place of 329 (four prompts of 2,046 tokens, 32 groups of 64)."""
-    return AttentionBlocks(64, warps=8 if head_dim > 64 else 4, queries=128, ahead=True)
+    """Where prompts are read. Looking ahead takes 297 us in place of 329 (four prompts of 2,046 tokens, 32 groups of 64);
+    wide heads would not fit so."""
+    return AttentionBlocks(64, warps=8 if head_dim > 64 else 4, queries=128, ahead=head_dim <= 64)
 
 
 def choose_splits(rows: int, groups: int, longest: int, sms: int = SMS) -> int:
