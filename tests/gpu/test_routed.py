@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
 from fathomlm.cache import build_cache
+from fathomlm.decode.full import generate
 from fathomlm.depth import Architecture, DepthPlan, build_routing
+from fathomlm.engine.engine import Engine
 from fathomlm.model.decoder import Decoder
 from fathomlm.model.route import RoutingTrace
 from fathomlm.train.objective import Objective
 from fathomlm.train.recipe import LossRecipe
+from model.route.small import FEW, KV, VOCAB, model_of, routed
+from pairwise import in_turn
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 CUDA = "cuda"
@@ -44,6 +50,28 @@ def test_causal_passes_equal_the_cpu(kind: str, kv: str) -> None:
     assert torch.equal(fast_depths, slow_depths)
     assert fast_bytes == slow_bytes
     torch.testing.assert_close(fast, slow, rtol=1e-3, atol=1e-3)
+
+
+CASES = [(router, kv, "middle") for router, kv in in_turn((*FEW, "expert, mlp"), KV, 0)]
+CASES += [("expert", kv, "cycle") for kv in KV] + [("token", "cache", "cycle"), ("token", "share", "middle")]
+
+
+@pytest.mark.parametrize(("case", "fuse"), in_turn(CASES, (True, False), 0))
+def test_captured_prompts_choose_what_the_reference_chooses(case: tuple[str, str, str], fuse: bool) -> None:
+    """A size's first pass is launched as it is, the second is captured, which fails where the device is asked anything, and
+    later ones are replayed."""
+    model = model_of(routed(*case))
+    engine = Engine(
+        copy.deepcopy(model).to(CUDA), fuse=fuse, compile=False, batch_size=8, page_size=16, prefill_chunk=70, max_length=48
+    )
+    short = engine.runner.short_prefill
+    for turn in range(4):
+        prompts = [[(1 + 7 * many + at * (at + turn)) % VOCAB for at in range(3 + 4 * many)] for many in range(7)]
+        wanted = generate(model, prompts, max_new_tokens=8, ignore_eos=True)
+        found = engine.generate(prompts, max_new_tokens=8, ignore_eos=True)
+        assert [(r.tokens, r.depths) for r in found] == [(w.tokens, w.depths) for w in wanted]
+        assert short._met == {64, 128}
+    assert set(short._graphs) == {64, 128}
 
 
 @pytest.mark.parametrize("kv", ["cache", "share", "hybrid"])

@@ -4,6 +4,7 @@ A pass over prompts is launched kernel by kernel, which takes the host longer th
 of a small model: an answer's first token waits for Python. So rows that stand for nothing are added until there are as many
 as one of a few sizes, and the second pass of a size is captured; the first has compiled its kernels. Long passes and wide
 layers keep the device busy by themselves, and are launched as they are: there, rows that stand for nothing would cost time.
+Each recursion of a routed model then has as many rows as the pass, since nobody is asked how many tokens go on.
 """
 
 from __future__ import annotations
@@ -36,8 +37,10 @@ def sizes_for(decoder: Decoder) -> tuple[int, ...]:
 
 class CapturedPrefill(CapturedPasses):
     def __init__(self, run: Callable[[PrefillBatch], None], sizes: tuple[int, ...], *, captures: bool) -> None:
-        """`run` is a program's prefill. Without `captures` rows are only added."""
-        super().__init__(lambda columns_CN: run(PrefillBatch(*columns_CN)), captures=captures)
+        """`run` is a program's prefill. Without `captures` rows are only added; what is run is what would be captured."""
+        super().__init__(
+            lambda columns_CN: run(PrefillBatch(*columns_CN, asks=columns_CN.shape[1] not in sizes)), captures=captures
+        )
         self.sizes = sizes
 
     def size(self, tokens: int) -> int | None:

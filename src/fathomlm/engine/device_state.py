@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -35,11 +35,14 @@ class PrefillBatch:
     """The row at which a row's sequence begins."""
     depths_N: Tensor | None = None
     """After how many layers a token left that was generated before; None where all ran to the end."""
+    asks: bool = field(default=True, kw_only=True)
+    """Whether the device may be asked how many rows go on: not where the pass may be captured."""
 
     def rows(self, at_K: Tensor) -> PrefillBatch:
         """Some of them, whose sequences begin where they began."""
         depths_K = None if self.depths_N is None else self.depths_N[at_K]
-        return PrefillBatch(self.slots_N[at_K], self.tokens_N[at_K], self.positions_N[at_K], self.starts_N[at_K], depths_K)
+        columns = self.slots_N[at_K], self.tokens_N[at_K], self.positions_N[at_K], self.starts_N[at_K]
+        return PrefillBatch(*columns, depths_K, asks=self.asks)
 
 
 class EngineState:

@@ -137,7 +137,7 @@ class Runner:
         self.program = build_program(parts, decoder, options, self.exits, exiting)
         # Attention of relative positions is plain outside fused layers, and dear for rows of nothing.
         relative = decoder.architecture.positions == "relative" and not self.layers.fused
-        pads = self._captures and not relative and self.layout.kind != "routed"  # a router asks the device who goes on
+        pads = self._captures and not relative
         self.short_prefill = CapturedPrefill(
             lambda batch: self.program.prefill(batch), sizes_for(decoder) if pads else (), captures=self._captures
         )

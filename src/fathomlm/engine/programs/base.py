@@ -147,7 +147,7 @@ class Program(Protocol):
         ...
 
     def prefill(self, batch: PrefillBatch) -> None:
-        """Make the entries of known tokens. Not recorded."""
+        """Make the entries of known tokens. Recorded where `batch.asks` is False."""
         ...
 
 

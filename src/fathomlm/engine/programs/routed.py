@@ -90,7 +90,8 @@ class RoutedProgram:
     # Prefill.
 
     def prefill(self, batch: PrefillBatch) -> None:
-        """Each recursion over the tokens that go on; how many they are is asked of the device."""
+        """Each recursion over the tokens that go on. Where the device may not be asked how many they are, the rows behind
+        them stand for nothing."""
         parts, s, layers = self.parts, self.parts.state, self.parts.layers
         slots_N, positions_N = batch.slots_N, batch.positions_N
         x_NM, _ = prefill_steps(parts, batch, layers.enter(batch.tokens_N), self._prelude)
@@ -98,16 +99,17 @@ class RoutedProgram:
         numbers_NC = s.numbers_SC[slots_N]
         numbers_NC[:, TOKEN], numbers_NC[:, POSITION] = batch.tokens_N, positions_N
         gates_NR = self.routers.ask(x_NM)
-        on_N = torch.ones_like(positions_N, dtype=torch.bool)
+        on_N = slots_N != s.spare
         for recursion in range(parts.plan.recursions):
             asked_N = torch.full_like(positions_N, recursion)
             go_N, gates_NR = self.routers.decide(asked_N, x_NM, gates_NR, positions_N, numbers_NC)
             on_N = on_N & go_N
-            at_K = on_N.nonzero()[:, 0]
+            at_K, valid_K = _going_on(on_N, batch.asks)
             if not len(at_K):
                 break
             table = parts.layout.recursion_tables[recursion]
-            slots_K, table_K, valid_K = slots_N[at_K], torch.full_like(at_K, table), torch.ones_like(at_K, dtype=torch.bool)
+            slots_K, positions_K = torch.where(valid_K, slots_N[at_K], s.spare), torch.where(valid_K, positions_N[at_K], 0)
+            table_K = torch.full_like(at_K, table)
             ranks_N = s.entries_ST[slots_N, table] + _before(on_N, batch.starts_N) if self._own else positions_N
             writes_K = torch.full_like(valid_K, recursion == 0) if parts.plan.kv == "share" else None
             recursion_K = torch.full_like(at_K, recursion)
@@ -117,11 +119,11 @@ class RoutedProgram:
             )
             seen = replace(seen, planes=self._planes.planes)
             old_KM = x_NM[at_K]
-            out_KM = layers.run(old_KM, self._core, seen, positions_N[at_K], recursion_K)
+            out_KM = layers.run(old_KM, self._core, seen, positions_K, recursion_K)
             if self._planes.pages and recursion == 0:
                 self._serve_all(seen.slot_mapping_N)
             new_KM = self.routers.updated(recursion_K, old_KM, out_KM, gates_NR[at_K], first_NM[at_K], numbers_NC[at_K])
-            x_NM = x_NM.index_copy(0, at_K, new_KM.to(x_NM.dtype))
+            x_NM = x_NM.index_copy(0, at_K, torch.where(valid_K[:, None], new_KM, old_KM).to(x_NM.dtype))
             if self._own:
                 count_entries(s, table, slots_K)
             elif not self._coda and not self._planes.pages:
@@ -129,6 +131,16 @@ class RoutedProgram:
         prefill_steps(parts, batch, x_NM, self._coda)
         if not self._own or self._coda:
             count_entries(s, 0, slots_N)
+
+
+def _going_on(on_N: Tensor, asks: bool) -> tuple[Tensor, Tensor]:
+    """Which rows a recursion takes, and which of those go on. Unless the device is asked how many they are it takes all of
+    them, those that go on first: rows of a sequence stand together and in order, and attention has the rest behind them."""
+    if asks:
+        at_K = on_N.nonzero()[:, 0]
+        return at_K, torch.ones_like(at_K, dtype=torch.bool)
+    at_N = (~on_N).to(torch.int8).argsort(stable=True)
+    return at_N, on_N[at_N]
 
 
 def _before(on_N: Tensor, starts_N: Tensor) -> Tensor:
