@@ -6,7 +6,7 @@ Shapes are those of SmolLM-360M and 1.7B in bfloat16, rows and contexts those of
 requests of about 256 new tokens, somewhere on their way; `even` ones are all of 150 tokens; `long` ones are between 512 and
 2,560. The floor of decoding rows is their entries, read once at the bandwidth that a copy reaches; that of prompts is the
 arithmetic, two products over the half of all pairs that is seen, at 989 TFLOP/s. A layer of decoding rows is timed as a
-whole, too, products included, with and without kernels that start early. Every candidate is first compared with the plain
+whole, too, products included. Every candidate is first compared with the plain
 twin. Calls are captured in a graph and go around copies that do not fit into the cache; kernels are compiled on all cores
 first. A table shows the settings in use (*) and the best others.
 """
@@ -308,33 +308,27 @@ def sweep_prompts(case: tuple[str, int, int]) -> Record:
     return {"case": f"{shape} {count} x {length}", "floor_us": round(floor, 1), "tried": found}
 
 
-def sweep_layer(count: int = 256) -> list[Record]:
-    """A layer with its products, and kernels that start early: the one that turns and stores, attention, the gate."""
+def sweep_layer(count: int = 256) -> Record:
+    """A layer with its products, one kernel behind the other."""
     M, inner, H, G, D = SHAPES["360M"]
     rows = Rows.build("360M", contexts(count, "short"))
     layers = [
         (bf16((H + 2 * G) * D, M) * 0.03, bf16(M, H * D) * 0.03, bf16(2 * inner, M) * 0.03, bf16(M, inner) * 0.03)
         for _ in range(16)
     ]
-    stream, found = bf16(count, M), list[Record]()
+    stream = bf16(count, M)
 
-    def layer(n: int, early: tuple[bool, bool, bool]) -> None:
+    def layer(n: int) -> None:
         qkv, o, both, down = layers[n]
         pages, seen = rows.copies[n % len(rows.copies)], (rows.table, rows.lengths_N, D**-0.5)
         product = torch.mm(stream, qkv.T).view(count, -1, D)
-        q_NHD = turn_rows(product, stream, EPS, H, G, *rows.angles, *pages, rows.slots_N, 1.0, 1.0, None, early[0])
-        wide_add_linear(stream, attend_rows(q_NHD, *pages, *seen, early=early[1]).flatten(1), o, stream)
-        wide_add_linear(stream, wide_norm_gated(stream, both, EPS, None, early=early[2]), down, stream)
+        q_NHD = turn_rows(product, stream, EPS, H, G, *rows.angles, *pages, rows.slots_N, 1.0, 1.0, None)
+        wide_add_linear(stream, attend_rows(q_NHD, *pages, *seen).flatten(1), o, stream)
+        wide_add_linear(stream, wide_norm_gated(stream, both, EPS, None), down, stream)
 
-    for early in (
-        (False, False, False), (False, False, True), (True, False, True), (True, True, True), (True, True, False),
-    ):  # fmt: skip
-        stream.normal_()
-        us = timed([partial(layer, n, early) for n in range(15)])
-        found.append({"rows": count, "early": early, "us": round(us, 2)})
-        names = [name for name, one in zip(("turn", "attention", "gate"), early, strict=True) if one]
-        print(f"  a layer, {count} rows {us:7.2f} us  early: {', '.join(names) or 'none'}")
-    return found
+    us = timed([partial(layer, n) for n in range(15)])
+    print(f"  a layer, {count} rows {us:7.2f} us")
+    return {"rows": count, "us": round(us, 2)}
 
 
 def sweep_products(count: int = 256) -> list[Record]:
@@ -400,7 +394,7 @@ def main() -> None:
         record["rows"].append(found)
         show(found)
         if case == CASES[0]:
-            record["layer"] = [one for many in (128, 256, 512) for one in sweep_layer(many)]
+            record["layer"] = [sweep_layer(many) for many in (128, 256, 512)]
             record["products"] = sweep_products()
             for prompts in PROMPTS:
                 record["prompts"].append(sweep_prompts(prompts))

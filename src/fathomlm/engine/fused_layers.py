@@ -24,7 +24,7 @@ from fathomlm.kernels.paged_attention import paged_attention
 from fathomlm.kernels.row_linear import RowWeight, SplitSpace, add_linear, norm_gated, norm_linear
 from fathomlm.kernels.row_qkv import norm_qkv_rope_write
 from fathomlm.kernels.triton_here import triton
-from fathomlm.kernels.wide_rows import MANY_ROWS, many_rows
+from fathomlm.kernels.wide_rows import MOST_KERNEL_ROWS
 from fathomlm.model.blocks.step_context import CrossRows, PackedRows
 from fathomlm.model.decoder import Decoder
 
@@ -98,7 +98,7 @@ class FusedLayers:
             else:
                 mixed_NHD = paged_attention(
                     q_NHD, k_pages, v_pages, *seen, sequence_N=attention.sequence_N, arrived=scratch.arrived,
-                    bits_N=attention.bits_N, starts_N=starts_N, bias_DH=self._bias_DH, early=many_rows(x_NM),
+                    bits_N=attention.bits_N, starts_N=starts_N, bias_DH=self._bias_DH,
                 )  # fmt: skip
             self._add(x_NM, mixed_NHD.flatten(1), packed.o_MW, packed.after_attn_M, scratch.sums)
             if packed.cross is not None:
@@ -165,7 +165,7 @@ class FusedLayers:
                 for most in (self._max_length, source)
             )
             room = workspace_size(rows, a.heads, a.head_dim, max(splits, source_splits))
-            few = rows < MANY_ROWS or self._dtype.itemsize > 2  # a library multiplies many rows, and needs no room of ours
+            few = rows <= MOST_KERNEL_ROWS or self._dtype.itemsize > 2  # a library needs no room of ours
             space = SplitSpace.build(rows if few else 0, a.hidden, self._device)
             workspace = torch.empty(room, dtype=torch.float32, device=self._device)
             arrived = torch.zeros(rows * a.kv_heads, dtype=torch.int32, device=self._device)

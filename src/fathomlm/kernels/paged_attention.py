@@ -39,7 +39,7 @@ def paged_attention(
     window: int | None = None, splits: int = 1, workspace: Tensor | None = None,
     k_scale: float = 1.0, v_scale: float = 1.0, out: Tensor | None = None, sequence_N: Tensor | None = None,
     arrived: Tensor | None = None, bias_DH: Tensor | None = None, bits_N: Tensor | None = None,
-    starts_N: Tensor | None = None, prefix: PrefixSpan = NO_PREFIX, back_NE: Tensor | None = None, early: bool = False,
+    starts_N: Tensor | None = None, prefix: PrefixSpan = NO_PREFIX, back_NE: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """softmax(q k^T * scale) v over each row's first `lengths_N` entries (N, H, D); zeros where it has none.
 
@@ -52,8 +52,7 @@ def paged_attention(
     branches of a tree, one behind the other. `prefix` entries in front are seen wherever a window begins, and a bias adds
     nothing to them. A bias is by distance: `back_NE`, where that is not how many entries back. Nothing outside `k_pages` and
     `v_pages` is read: a row whose table names a page that is not there is a bug, which raises on a CPU and gives NaN on a
-    GPU. `early`: the kernel in front lets the next one start (`launch_behind`) and makes queries and entries alone; what
-    rows see was there before it began.
+    GPU.
     """
     if window is None and starts_N is None and bias_DH is None and not prefix.first:
         prefix = NO_PREFIX  # entries like any other
@@ -72,7 +71,7 @@ def paged_attention(
             )  # fmt: skip
         return attend_rows(
             q_NHD, k_pages, v_pages, table_NP, lengths_N, scale, window, splits, workspace, k_scale, v_scale, out, arrived,
-            bits_N=bits_N, starts_N=starts_N, prefix=prefix, bias_DH=bias_DH, early=early,
+            bits_N=bits_N, starts_N=starts_N, prefix=prefix, bias_DH=bias_DH,
         )  # fmt: skip
     return plain_paged_attention(
         q_NHD, k_pages, v_pages, table_NP, lengths_N, scale, window, k_scale=k_scale, v_scale=v_scale, out=out,

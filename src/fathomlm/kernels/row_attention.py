@@ -3,9 +3,6 @@
 Numbers of pages must be known before entries can be loaded. With `ahead` those of the next tile are loaded while this one's
 entries are, so that the compiler keeps several tiles of entries on their way; otherwise each tile waits for its numbers.
 
-Behind a kernel that lets it start early (`early`) a program learns what its row sees, and the first numbers of pages, before
-it waits for that kernel's queries and entries.
-
 Shapes: N rows, H query heads, G key-value heads, D head width, P pages of a table.
 """
 
@@ -17,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fathomlm.kernels.attention_blocks import NO_PREFIX, AttentionBlocks, PrefixSpan, attention_blocks, workspace_size
-from fathomlm.kernels.triton_here import early_launch, launch_behind, tl, triton
+from fathomlm.kernels.triton_here import early_launch, tl, triton
 
 BITS = 64
 """Entries in front of a row that it may be told to see or not."""
@@ -76,11 +73,10 @@ if triton is not None:
         D: tl.constexpr, WIDE: tl.constexpr, PER_GROUP: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr,
         BLOCK: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
         BITS: tl.constexpr, AHEAD: tl.constexpr, BESIDE: tl.constexpr, SKIP: tl.constexpr, PREFIX: tl.constexpr,
-        FARTHEST: tl.constexpr, KNOWS: tl.constexpr,
+        FARTHEST: tl.constexpr,
     ):  # fmt: skip
-        """KNOWS: what a row sees was there before the kernel in front began, so only queries and entries are waited for."""
         let_next_start(EARLY)
-        wait_for_last(EARLY and not KNOWS)
+        wait_for_last(EARLY)
         row, group, part = tl.program_id(BESIDE).to(tl.int64), tl.program_id(1 - BESIDE), tl.program_id(2)
         length = tl.load(lengths_ptr + row).to(tl.int32)
         stored = length
@@ -95,12 +91,11 @@ if triton is not None:
             first, share = _shares(low, stored, BLOCK, SPLITS)
         start = first + part * share
         end = tl.minimum(start + share, stored)
+        if part > 0 and start >= end:
+            return
         table_ptr += row * table_stride
         if AHEAD:
             next_page = page_numbers(table_ptr, start + tl.arange(0, BLOCK), columns, PAGE)
-        wait_for_last(EARLY and KNOWS)
-        if part > 0 and start >= end:
-            return
         head, column = tl.arange(0, HEADS)[:, None], tl.arange(0, WIDE)[None, :]
         whole: tl.constexpr = WIDE == D
         here = head < PER_GROUP
@@ -190,7 +185,7 @@ if triton is not None:
         window: int | None = None, splits: int = 1, workspace: Tensor | None = None,
         k_scale: float = 1.0, v_scale: float = 1.0, out: Tensor | None = None, arrived: Tensor | None = None,
         blocks: AttentionBlocks | None = None, bits_N: Tensor | None = None, starts_N: Tensor | None = None,
-        prefix: PrefixSpan = NO_PREFIX, bias_DH: Tensor | None = None, early: bool = False,
+        prefix: PrefixSpan = NO_PREFIX, bias_DH: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """`paged_attention`."""
         (N, H, D), (page, G) = q_NHD.shape, k_pages.shape[1:3]
@@ -218,7 +213,6 @@ if triton is not None:
             HEADS=max(16, triton.next_power_of_2(H // G)), PAGE=page, BLOCK=b.entries,
             WINDOW=(window or 0) if starts_N is None else -1, SPLITS=splits, PARTS=triton.next_power_of_2(splits),
             BITS=0 if bits_N is None else BITS, AHEAD=b.ahead, BESIDE=int(b.beside), SKIP=prefix.first, PREFIX=prefix.end,
-            FARTHEST=0 if bias_DH is None else len(bias_DH), KNOWS=early, num_warps=b.warps, num_stages=b.stages,
-            **(launch_behind(early) if early else early_launch(N)),
+            FARTHEST=0 if bias_DH is None else len(bias_DH), num_warps=b.warps, num_stages=b.stages, **early_launch(N),
         )  # fmt: skip
         return out

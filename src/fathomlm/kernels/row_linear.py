@@ -79,7 +79,7 @@ def norm_linear(
     out: Tensor | None = None,
 ) -> Tensor:
     """s (x @ weight^T), s = 1 / rms(x) for each row, or 1 without `scale`: (N, W), in `out_dtype`, by itself x's own."""
-    if many_rows(x_NM) and not scale:
+    if not scale and many_rows(x_NM, weight_WM, "scores"):
         return wide_linear(x_NM, whole_weight(weight_WM, x_NM.dtype), out_dtype, out)
     if isinstance(weight_WM, Tensor) and takes_few(x_NM, weight_WM):
         return few_linear(x_NM, weight_WM, eps, scale, out_dtype=out_dtype, out=out)
@@ -106,7 +106,7 @@ def plain_norm_linear(
 def norm_gated(x_NM: Tensor, both_2IM: RowWeight, eps: float, out: Tensor | None = None, activation: str = "silu") -> Tensor:
     """act(gate) * up (N, I): the upper half of s (x @ both^T) and its lower half, s = 1 / rms(x) for each row. The
     activation is one of `GATES`."""
-    if many_rows(x_NM):
+    if many_rows(x_NM, both_2IM, "gated"):
         return wide_norm_gated(x_NM, whole_weight(both_2IM, x_NM.dtype), eps, out, activation=activation)
     if isinstance(both_2IM, Tensor) and takes_few(x_NM, both_2IM):
         return few_gated(x_NM, both_2IM, eps, out, activation=activation)
@@ -128,7 +128,7 @@ def add_linear(
     """stream + x @ weight^T, or without a stream the product alone. `out` may be the stream itself, but must not overlap x.
     The same input gives the same bits: where programs share a sum, whichever comes last adds the shares in order. Without
     `space` none do, which is slower where rows and columns are few."""
-    if many_rows(x_NK):
+    if many_rows(x_NK, weight_MK, "added"):
         return wide_add_linear(stream_NM, x_NK, whole_weight(weight_MK, x_NK.dtype), out)
     if isinstance(weight_MK, Tensor) and takes_few(x_NK, weight_MK):
         return few_linear(x_NK, weight_MK, 0.0, scale=False, stream_NW=stream_NM, out=out)

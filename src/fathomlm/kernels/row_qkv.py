@@ -41,7 +41,7 @@ def norm_qkv_rope_write(
 
     With no groups, queries alone are computed, for steps that look at another step's entries.
     """
-    if many_rows(x_NM):
+    if many_rows(x_NM, qkv_WM, "qkv"):
         return wide_norm_qkv_rope_write(
             x_NM, whole_weight(qkv_WM, x_NM.dtype), eps, heads, groups, cos_ND, sin_ND, k_pages, v_pages, slots_N,
             k_scale, v_scale, out,

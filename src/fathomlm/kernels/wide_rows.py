@@ -1,23 +1,43 @@
 """Products of many decoding rows with weights: a library's product, and one pass over memory for what stands around it.
 
 The kernels of `row_linear` and `row_qkv` read a weight once for up to 64 rows; more rows are further tiles, which read it
-again. From `MANY_ROWS` on a product is bound by arithmetic, at which a library is better, and its neighbours no longer hide
-behind it. The meaning is that of the functions there, which send their rows here; nothing here waits for the device.
+again. From some number of rows on (`LIBRARY_FROM`) a product is bound by arithmetic, at which a library is better, and its
+neighbours no longer hide behind it. The meaning is that of the functions there, which send their rows here; nothing here
+waits for the device. Launching what stands behind a product before it ends (as `early_launch` does) takes 4 % off a layer of
+256 rows alone, and makes whole decode steps slower (an H200, one run: 126,952 tokens/s for 140,121).
 
 Shapes: N rows, M hidden width, W output width, I inner width, H query heads, G key-value heads, D head width.
 """
 
 from __future__ import annotations
 
+import sys
+from typing import Literal
+
 import torch
 from torch import Tensor
 
 from fathomlm.kernels.gates import GATES
 from fathomlm.kernels.paged_write import LARGEST_FLOAT8, slot_count
-from fathomlm.kernels.triton_here import launch_behind, tl, triton
+from fathomlm.kernels.quantized import QuantizedWeight
+from fathomlm.kernels.triton_here import tl, triton
 
+Product = Literal["qkv", "gated", "added", "scores"]
+"""By what stands around it: norm and rotation, norm and gate, the stream that it is added to, nothing."""
 MANY_ROWS = 65
-"""Rows from which the library's product and a pass of its own are quicker than one kernel."""
+"""Rows from which the library's product and a pass of its own are quicker than one kernel, where weights are large."""
+LIBRARY_FROM: dict[Product, tuple[tuple[int, int], ...]] = {
+    "qkv": ((1_000_000, 257),),
+    "gated": ((1_500_000, 193), (2_000_000, 129)),
+    "added": ((400_000, 193),),
+    "scores": (),
+}
+"""The same for small weights: up to so many entries, from so many rows. Measured at the widths of models of 23M to 7B
+weights on an H200 (`benchmarks/row_kernels.py --library`, benchmarks/results/row_products_h200.json). At 1.7B the
+library is quicker for fewer rows, too, by up to 13 %; up to 64 rows a row's result does not depend on how many there are,
+which is worth more."""
+MOST_KERNEL_ROWS = max(rows for table in LIBRARY_FROM.values() for _, rows in table) - 1
+"""The most rows that a kernel takes."""
 BLOCK, HEADS = 1024, 32
 """Columns that a program of the gate takes at a time, and heads that one of queries, keys and values takes."""
 FILLED = 512
@@ -27,12 +47,20 @@ if triton is not None:
     from fathomlm.kernels.gates import activated
     from fathomlm.kernels.paged_write import narrow_entry
     from fathomlm.kernels.row_attention import row_inverse_rms
-    from fathomlm.kernels.triton_here import let_next_start, wait_for_last
 
 
-def many_rows(x_NM: Tensor) -> bool:
-    """Whether rows are so many that a library multiplies them: 16 bits on a GPU."""
-    return triton is not None and x_NM.is_cuda and x_NM.element_size() == 2 and x_NM.shape[0] >= MANY_ROWS
+def library_from(product: Product, entries: int) -> int:
+    """Rows from which a library multiplies with a weight of so many entries."""
+    return next((rows for most, rows in LIBRARY_FROM[product] if entries <= most), MANY_ROWS)
+
+
+def many_rows(x_NM: Tensor, weight: Tensor | QuantizedWeight, product: Product) -> bool:
+    """Whether rows are so many that a library multiplies them: 16 bits on a GPU. Weights of one byte are multiplied out for
+    it, whatever their size."""
+    if triton is None or not x_NM.is_cuda or x_NM.element_size() != 2:
+        return False
+    entries = weight.numel() if isinstance(weight, Tensor) else sys.maxsize
+    return x_NM.shape[0] >= library_from(product, entries)
 
 
 if triton is not None:
@@ -40,9 +68,8 @@ if triton is not None:
     @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
     def _gate_rows_kernel(  # type: ignore[no-untyped-def]
         x_ptr, x_stride, product_ptr, out_ptr, out_stride, width, eps,
-        DEPTH: tl.constexpr, WIDE: tl.constexpr, COLUMNS: tl.constexpr, GATE: tl.constexpr, EARLY: tl.constexpr,
+        DEPTH: tl.constexpr, WIDE: tl.constexpr, COLUMNS: tl.constexpr, GATE: tl.constexpr,
     ):  # fmt: skip
-        wait_for_last(EARLY)
         row = tl.program_id(0).to(tl.int64)
         scale = row_inverse_rms(x_ptr, row * x_stride, eps, DEPTH, WIDE)
         for first in range(tl.program_id(1) * COLUMNS, width, tl.num_programs(1) * COLUMNS):
@@ -59,11 +86,9 @@ if triton is not None:
         x_ptr, x_stride, product_ptr, cos_ptr, cos_stride, sin_ptr, sin_stride, q_ptr, k_ptr, v_ptr, slots_ptr,
         slots, eps, k_scale, v_scale, H, G,
         DEPTH: tl.constexpr, WIDE: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr,
-        LARGEST: tl.constexpr, EARLY: tl.constexpr,
+        LARGEST: tl.constexpr,
     ):  # fmt: skip
         """HEADS heads of one row: scaled, turned unless they are values, and put where they belong."""
-        let_next_start(EARLY)
-        wait_for_last(EARLY)
         row = tl.program_id(0).to(tl.int64)
         scale = row_inverse_rms(x_ptr, row * x_stride, eps, DEPTH, WIDE)
         head, pair = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None], tl.arange(0, PAIRS)[None, :]
@@ -102,21 +127,19 @@ if triton is not None:
             product_NW = torch.mm(x_NM, weight_WM.T, out_dtype=out_dtype)
         return product_NW if out is None or out is product_NW else out.copy_(product_NW)
 
-    def wide_norm_gated(
-        x_NM: Tensor, both_2IM: Tensor, eps: float, out: Tensor | None, activation: str = "silu", early: bool = True
-    ) -> Tensor:
-        return gate_rows(torch.mm(x_NM, both_2IM.T), x_NM, eps, out, activation=activation, early=early)
+    def wide_norm_gated(x_NM: Tensor, both_2IM: Tensor, eps: float, out: Tensor | None, activation: str = "silu") -> Tensor:
+        return gate_rows(torch.mm(x_NM, both_2IM.T), x_NM, eps, out, activation=activation)
 
     def gate_rows(
         product_N2I: Tensor, x_NM: Tensor, eps: float, out: Tensor | None, block: int = BLOCK, warps: int = 4,
-        activation: str = "silu", early: bool = True,
+        activation: str = "silu",
     ) -> Tensor:  # fmt: skip
-        """What gate and up make of each other, from what the product in front has left."""
+        """What gate and up make of each other, from what the product has left."""
         (N, M), width = x_NM.shape, product_N2I.shape[1] // 2
         out = x_NM.new_empty(N, width) if out is None else out
         _gate_rows_kernel[N, triton.cdiv(width, block) if N < FILLED else 1](
             x_NM, x_NM.stride(0), product_N2I, out, out.stride(0), width, eps, DEPTH=M, WIDE=triton.next_power_of_2(M),
-            COLUMNS=block, GATE=GATES[activation], num_warps=warps, **launch_behind(early),
+            COLUMNS=block, GATE=GATES[activation], num_warps=warps,
         )  # fmt: skip
         return out
 
@@ -142,10 +165,8 @@ if triton is not None:
     def turn_rows(
         product_NWD: Tensor, x_NM: Tensor, eps: float, heads: int, groups: int, cos_ND: Tensor, sin_ND: Tensor,
         k_pages: Tensor, v_pages: Tensor, slots_N: Tensor, k_scale: float, v_scale: float, out: Tensor | None,
-        early: bool = True,
     ) -> Tensor:  # fmt: skip
-        """Queries, and entries where they belong, from what the product in front has left. The kernel behind may start
-        early, too."""
+        """Queries, and entries where they belong, from what the product has left."""
         (N, M), D = x_NM.shape, cos_ND.shape[-1]
         out = x_NM.new_empty(N, heads, D) if out is None else out
         assert all(t.is_contiguous() for t in (out, k_pages, v_pages, slots_N))
@@ -154,6 +175,5 @@ if triton is not None:
             x_NM, x_NM.stride(0), product_NWD, cos_ND, cos_ND.stride(0), sin_ND, sin_ND.stride(0), out, k_pages, v_pages,
             slots_N, slot_count(k_pages), eps, k_scale, v_scale, heads, groups, DEPTH=M, WIDE=triton.next_power_of_2(M),
             HALF=D // 2, PAIRS=triton.next_power_of_2(D // 2), HEADS=together, LARGEST=LARGEST_FLOAT8, num_warps=4,
-            **launch_behind(early),
         )  # fmt: skip
         return out
