@@ -17,8 +17,10 @@ which decodes what its full model does, several tokens a pass. `decode` asks for
 by the reference where the engine cannot, or all of them with `--reference`. `speed` asks for time: one text at a time, what
 its tokens behind the first took (`lab.bench.play`), on a device that does nothing else; processes that have captured
 their steps wait for their `--turn`. Both add a line a setting to their file and go on where it ends; several processes
-may share the variants (`--only`) and the settings of one (`--part`), each with its own file. `free_tasks_run.py` trains,
-decodes and times within a time limit. `TASKS` holds the .jsonl.gz files named below.
+may share the variants (`--only`) and the settings of one (`--part`), each with its own file. With `--validation` settings
+that are timed decode so many validation texts too, to be chosen by. A variant that was trained with several seeds is known
+as NAME-seed1 and so on behind its first. `free_tasks_run.py` trains, decodes and times within a time limit. `TASKS` holds
+the .jsonl.gz files named below.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gzip
+import hashlib
 import json
 import lzma
 import sys
@@ -34,7 +37,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fathomlm.lab.bench.play import TimedText
 
 Record = dict[str, Any]
 
@@ -48,6 +54,10 @@ class Task:
     source_length: int
     new_tokens: int
     metric: str
+    timed_statics: tuple[int, ...] = ()
+    """Layers of a model with many exits, all tokens leaving behind one of them, that are timed."""
+    lone_exits: tuple[int, ...] = ()
+    """Those of them that are also the one exit of its decoding."""
 
 
 TASKS = {
@@ -61,6 +71,8 @@ TASKS = {
         source_length=32,
         new_tokens=40,
         metric="BLEU",
+        timed_statics=(5, 6, 4, 7, 3, 8),
+        lone_exits=(4, 5),
     ),
     "summary": Task(
         files={"train": "scitldr_train", "validation": "scitldr_dev", "test": "scitldr_test"},
@@ -73,20 +85,30 @@ TASKS = {
 CALM = "calm"
 """The variant with many exits; the first two layers have none, and its threshold decays, as in its paper."""
 CALM_DECAY = 4.0
+SEED = "-seed"
+"""In a variant's name, before the seed it was trained with, unless that is the study's first."""
 PLAIN, DRAFTS = "plain", "drafts"
 """The variant without exits, and it with a draft layer."""
+ALONE = " at "
+"""In a label, before the one exit of a model with many."""
 MAIN = "dyna"
 """The variant that the ablations of decoding are made with."""
 THRESHOLDS = (0.5, 0.3, 0.7, 0.1, 0.9)
 """The thesis' (tab_free:copying), the most telling first."""
 FINER = (0.2, 0.05)
 """Where the fastest that keeps the quality may be."""
+LONE = (0.1, 0.05, 0.02, 0.2, 0.3)
+"""Of one exit of a model with many; lower, as an exit in the middle is surer."""
 TENTHS = tuple(n / 10 for n in range(10))
 REFINES = (1.0, 0.1)
 SAMPLINGS: dict[str, Record] = {"top-k 50": {"top_k": 50}, "nucleus 0.92": {"top_p": 0.92}}
 SAMPLED = (0.5, 0.9)
 WARM_UPS = 2
 """Texts that are decoded first and not timed."""
+TURNS = 4
+"""In which settings are timed one after the other, each with some of the texts."""
+VALIDATION = "validation"
+"""The kind of lines that a setting is chosen by and not judged by."""
 CALIBRATED = (0.03, 0.1, 1.0)
 """Parts of the validation texts that the threshold is estimated from (tab_free:calibration)."""
 
@@ -113,6 +135,8 @@ def prepare(args: argparse.Namespace) -> None:
     from fathomlm.train.data.prepare import prepare as prepare_corpus
 
     for name, task in TASKS.items():
+        if name not in (args.only or TASKS):
+            continue
         place = args.out / name
         place.mkdir(parents=True, exist_ok=True)
         for split, file in task.files.items():
@@ -199,15 +223,24 @@ class Setting:
         return Exiting(mode=self.mode, **chosen)  # type: ignore[arg-type]
 
 
-def settings_of(variant: str, exits: tuple[int, ...], estimated: tuple[float, ...] = ()) -> list[Setting]:
+def lone(task: Task, exits: tuple[int, ...]) -> list[Setting]:
+    """A model with many exits, of which decoding has one."""
+    chosen = [layer for layer in task.lone_exits if layer in exits]
+    modes = ("parallel", "state-copy")
+    return [Setting(f"{mode} {t:g}{ALONE}{layer}", mode, t, (layer,)) for layer in chosen for mode in modes for t in LONE]
+
+
+def settings_of(task: Task, variant: str, exits: tuple[int, ...], estimated: tuple[float, ...] = ()) -> list[Setting]:
     """What is decoded with a variant, the most telling first."""
     found = [Setting("full", "full")]
     if variant == DRAFTS:
         found += [Setting("speculative", "speculative")]
-    elif variant == CALM:
-        found += [Setting(f"state-copy {t:g}", "state-copy", t, exits) for t in reversed(TENTHS)]
-        found += [Setting(mode, mode, None, exits) for mode in ("oracle-copy", "oracle")]
+    elif len(exits) > 1:
         found += [Setting(f"static {layer}", "static", None, (layer,)) for layer in exits]
+        found += lone(task, exits)
+        if variant == CALM:
+            found += [Setting(f"state-copy {t:g}", "state-copy", t, exits) for t in reversed(TENTHS)]
+            found += [Setting(mode, mode, None, exits) for mode in ("oracle-copy", "oracle")]
     elif exits:
         found += [Setting(f"static {exits[0]}", "static", None, exits)]
         found += [Setting(f"parallel {t:g}", "parallel", t, exits) for t in (*THRESHOLDS, *FINER)]
@@ -234,7 +267,8 @@ class Trained:
         from fathomlm.model.seq2seq import FathomForSeq2SeqLM
         from fathomlm.train.data.tokenizers import separator_id
 
-        self.task, self.variant = TASKS[args.task], variant
+        self.name, self.task = args.task, TASKS[args.task]
+        self.variant, self.mark = variant, mark_of(place)
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.model = fathomlm.load(place, "bfloat16" if self.device == "cuda" else "float32", self.device)
         self.exits = tuple(index + 1 for index in self.model.plan.exits)
@@ -302,13 +336,35 @@ class Trained:
         return {"found": found, "tokens": len(tokens), "agreed": round(sum(a for _, a in tokens) / len(tokens), 4)}
 
 
+def mark_of(place: Path) -> str:
+    """What a trained model is known by: another training of the same variant has other weights."""
+    digest = hashlib.sha256()
+    for path in sorted(place.glob("*.safetensors")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def named(variant: str, seed: int, first: int = 0) -> str:
+    """What a variant trained with one of several seeds is known by."""
+    return variant if seed == first else f"{variant}{SEED}{seed}"
+
+
+def trained_as(variant: str) -> str:
+    """The study's variant, whatever the seed."""
+    return variant.split(SEED)[0]
+
+
 def places(args: argparse.Namespace) -> dict[str, Path]:
     """The models that `fathomlm study run --keep` has left, by variant in the study's order; of those the named ones."""
     from fathomlm.lab.study.spec import read_study
 
     study = read_study(args.study or TASKS[args.task].study)
     names = [*(each.name for each in study.variants), DRAFTS]
-    found = {name: Path(args.work, study.name, f"{name}-{study.budgets[0].name}-seed0") for name in names}
+    found = {
+        named(name, seed, study.seeds[0]): Path(args.work, study.name, f"{name}-{study.budgets[0].name}-seed{seed}")
+        for seed in study.seeds
+        for name in names
+    }
     wanted = args.only or list(found)
     return {name: place / "last" for name, place in found.items() if name in wanted and (place / "last").exists()}
 
@@ -355,28 +411,33 @@ def decode_variant(args: argparse.Namespace, trained: Trained, lines: Lines, ove
 
     from fathomlm.lab.common import environment
 
-    head = {"task": args.task, "variant": trained.variant, "environment": environment()}
-    sources = trained.sources("test", args.texts)
+    head = {"task": args.task, "variant": trained.variant, "model": trained.mark, "environment": environment()}
+    sources = {"texts": trained.sources("test", args.texts)}
+    if args.validation:
+        sources[VALIDATION] = trained.sources("validation", args.validation)
+    timed = {setting.label for setting in speed_settings(trained.task, trained.variant, trained.exits)}
 
     def decode_all(settings: list[Setting]) -> None:
-        for setting in settings:
-            if over() or lines.has("texts", args.task, trained.variant, setting.label):
+        for setting, kind in ((setting, kind) for setting in settings for kind in sources):
+            unasked = kind == VALIDATION and setting.label not in timed
+            if unasked or over() or lines.has(kind, args.task, trained.variant, setting.label):
                 continue
             begin = time.perf_counter()
-            texts = trained.decode(sources, setting, args.batch, args.reference)
+            texts = trained.decode(sources[kind], setting, args.batch, args.reference)
             counts = counted(trained, texts) | {"seconds": round(time.perf_counter() - begin, 2)}
             words = [text.text.strip() for text in texts]
-            lines.add({"kind": "texts", "label": setting.label, **head, **counts, "texts": words})
+            lines.add({"kind": kind, "label": setting.label, **head, **counts, "texts": words})
 
     part, parts = args.part
-    fixed = settings_of(trained.variant, trained.exits)
+    fixed = settings_of(trained.task, trained.variant, trained.exits)
     decode_all(fixed[part::parts])
     if trained.variant == MAIN and part == 0 and not over():
         found = trained.calibrated(args)
         if not lines.has("calibration", args.task, trained.variant, "calibration"):
             lines.add({"kind": "calibration", "label": "calibration", **head, **found})
         estimated = tuple(each["threshold"] for each in found["found"].values())
-        decode_all([each for each in settings_of(trained.variant, trained.exits, estimated) if each not in fixed])
+        found_now = settings_of(trained.task, trained.variant, trained.exits, estimated)
+        decode_all([each for each in found_now if each not in fixed])
 
 
 def counted(trained: Trained, texts: list[Any]) -> Record:
@@ -407,13 +468,16 @@ def _sum_known(numbers: list[int | None]) -> int | None:
 # Speed.
 
 
-def speed_settings(variant: str, exits: tuple[int, ...]) -> list[Setting]:
+def speed_settings(task: Task, variant: str, exits: tuple[int, ...]) -> list[Setting]:
     """What is timed: each model's full decoding, so that all are beside one, and its exits."""
     found = [Setting("full", "full")]
     if variant == DRAFTS:
         return [*found, Setting("speculative", "speculative")]
-    if variant == CALM:
-        return found + [Setting(f"state-copy {t:g}", "state-copy", t, exits) for t in (0.9, 0.7, 0.5, 0.3)]
+    if len(exits) > 1:
+        found += [Setting(f"static {layer}", "static", None, (layer,)) for layer in task.timed_statics if layer in exits]
+        found += lone(task, exits)
+        copied = (0.9, 0.7, 0.5, 0.3) if variant == CALM else ()
+        return found + [Setting(f"state-copy {t:g}", "state-copy", t, exits) for t in copied]
     if exits:
         found += [Setting(f"static {exits[0]}", "static", None, exits)]
         found += [Setting(f"parallel {t:g}", "parallel", t, exits) for t in (*sorted(THRESHOLDS), *FINER)]
@@ -439,55 +503,63 @@ def speed(args: argparse.Namespace) -> None:
 
 
 def speed_variant(args: argparse.Namespace, trained: Trained, lines: Lines) -> None:
-    """All engines are built and have captured their steps first, then every setting is timed."""
-    from fathomlm.lab.bench.play import OneSequence, TimedText
-    from fathomlm.lab.common import environment
+    """All engines are built and have captured their steps first; then the settings are timed, turn about. Each turn ends
+    with a line for every setting, of all texts so far: the last line stands."""
+    from fathomlm.lab.bench.play import OneSequence
 
     task, model, variant = trained.task, trained.model, trained.variant
     sources = trained.sources("test", args.texts)
     room: Record = {"length": 1 + task.new_tokens + (0 if trained.seq2seq else task.source_length), "compile": args.compile}
     room |= {"source": task.source_length} if trained.seq2seq else {}
-    engines: dict[str, OneSequence] = {}
+    engines: dict[tuple[str, tuple[int, ...] | None], OneSequence] = {}
 
     def text(setting: Setting, source: list[int], new: int = task.new_tokens) -> TimedText:
-        if setting.mode not in engines:  # thresholds of a mode share an engine
-            engines[setting.mode] = OneSequence(model, setting.exiting, **room)
-        return engines[setting.mode].text(source, new, threshold=setting.threshold)
+        key = setting.mode, setting.exits  # thresholds share an engine
+        if key not in engines:
+            engines[key] = OneSequence(model, setting.exiting, **room)
+        return engines[key].text(source, new, threshold=setting.threshold)
 
-    left = [
-        each for each in speed_settings(variant, trained.exits) if not lines.has("speed", args.task, variant, each.label)
-    ]
+    timed = speed_settings(task, variant, trained.exits)
+    left = [each for each in timed if not lines.has("speed", args.task, variant, each.label)]
     begun = time.perf_counter()
     for setting in left:
         for source in sources[:WARM_UPS]:
             text(setting, source)
         print(f"{variant}, {setting.label}: ready after {time.perf_counter() - begun:.1f} s", file=sys.stderr, flush=True)
     wait_for(args.turn)
-    for setting in left:
-        for source in sources[:WARM_UPS]:
-            text(setting, source)
-        found = [(text(setting, source), text(setting, source, 1)) for source in sources]
-        many = len(found)
-        tokens = sum(len(whole.result.tokens) for whole, _ in found)
-        seconds = sum(whole.decode_seconds(single) for whole, single in found)
-        depths = [depth for whole, _ in found for depth in whole.result.depths or ()]
-        lines.add(
-            {
-                "kind": "speed",
-                "task": args.task,
-                "variant": variant,
-                "label": setting.label,
-                "compiled": args.compile,
-                "many": many,
-                "tokens": tokens,
-                "seconds": round(seconds, 4),
-                "whole_seconds": round(sum(whole.seconds for whole, _ in found), 4),
-                "ms_per_token": round(1e3 * seconds / max(1, tokens - many), 4),
-                "ms_per_text": round(1e3 * seconds / many, 3),
-                "exit_rate": round(sum(depth < len(model.plan.steps) for depth in depths) / tokens, 4),
-                "environment": environment(),
-            }
-        )
+    found: dict[str, list[tuple[TimedText, TimedText]]] = {setting.label: [] for setting in left}
+    for turn in range(min(TURNS, len(sources))):
+        for setting in left:
+            text(setting, sources[turn])
+            found[setting.label] += [(text(setting, source), text(setting, source, 1)) for source in sources[turn::TURNS]]
+        for label, pairs in found.items():
+            lines.add(timed_line(trained, label, args.compile, pairs))
+
+
+def timed_line(trained: Trained, label: str, compiled: bool, found: list[tuple[TimedText, TimedText]]) -> Record:
+    """What some texts took, each timed whole and with one token."""
+    from fathomlm.lab.common import environment
+
+    many = len(found)
+    tokens = sum(len(whole.result.tokens) for whole, _ in found)
+    seconds = sum(whole.decode_seconds(single) for whole, single in found)
+    depths = [depth for whole, _ in found for depth in whole.result.depths or ()]
+    return {
+        "kind": "speed",
+        "task": trained.name,
+        "variant": trained.variant,
+        "label": label,
+        "model": trained.mark,
+        "compiled": compiled,
+        "many": many,
+        "tokens": tokens,
+        "seconds": round(seconds, 4),
+        "whole_seconds": round(sum(whole.seconds for whole, _ in found), 4),
+        "ms_per_token": round(1e3 * seconds / max(1, tokens - many), 4),
+        "ms_per_text": round(1e3 * seconds / many, 3),
+        "exit_rate": round(sum(depth < len(trained.model.plan.steps) for depth in depths) / tokens, 4),
+        "environment": environment(),
+    }
 
 
 def part_of(text: str) -> tuple[int, int]:
@@ -503,6 +575,7 @@ def main() -> None:
     preparing, drafting, decoding, timing = (verbs.add_parser(verb) for verb in ("prepare", "drafts", "decode", "speed"))
     preparing.add_argument("--tasks", type=Path, required=True)
     preparing.add_argument("--out", type=Path, required=True)
+    preparing.add_argument("--only", nargs="*", choices=list(TASKS), help="in place of all tasks")
     preparing.add_argument("--weights", default="smollm2-135m", help="whose tokenizer the summaries have")
     drafting.add_argument("task", choices=["summary"])
     drafting.add_argument("--data", required=True)
@@ -520,6 +593,7 @@ def main() -> None:
         each.add_argument("--only", nargs="*", metavar="VARIANT", help="in place of all that are trained")
         each.add_argument("--texts", type=int, default=texts)
         each.add_argument("--out", type=Path, required=True)
+    decoding.add_argument("--validation", type=int, default=0, help="validation texts, for settings that are timed")
     decoding.add_argument("--batch", type=int, default=250)
     decoding.add_argument(
         "--part", type=part_of, default=(0, 1), metavar="I/N", help="every N-th setting from the I-th on, counted from 0"

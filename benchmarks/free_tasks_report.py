@@ -5,22 +5,42 @@
 BLEU by sacrebleu's counts; ROUGE-L by rouge-score, the best of a text's references (the `eval` extra has both). Intervals
 are 95 %, from 1,000 draws of the test texts with replacement; differences are between two sets of texts of the same sources
 under the same draws. The fastest setting that keeps 99 % is chosen among many by the texts that it is judged by, so it is
-also chosen by every other text and judged by the rest, and beside it stands the fastest whose whole interval is above 99 %.
-A model's full decoding, which speeds are against, is timed once; models of equal depth do the same work, so speeds are given
-against the fastest of theirs too. The record that is kept has no texts but two of each setting;
-the lines of its models are in free_tasks_h200_lines.jsonl.xz, for variants that are measured later to stand beside.
+also chosen by every other text and judged by the rest, and, where validation texts were decoded, by those; beside it stands
+the fastest whose whole interval is above 99 %. It is one of the first seed's models; what other seeds' keep is beside it. A
+model's full decoding, which speeds are against, is timed once; models of equal depth do the same work, so speeds are given
+against the fastest of theirs too. The record that is kept has no texts but two of each setting; the lines of its models are
+in free_tasks_h200_lines.jsonl.xz, for variants that are measured later to stand beside. A variant that was trained again
+replaces itself: of the lines of its models only the last one's count, so name the kept lines first. `--keep-lines` writes
+those that count.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import lzma
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
-from free_tasks import CALM, FINER, MAIN, REFINES, SAMPLED, SAMPLINGS, TASKS, TENTHS, THRESHOLDS, Record, read_lines
+from free_tasks import (
+    ALONE,
+    CALM,
+    FINER,
+    MAIN,
+    REFINES,
+    SAMPLED,
+    SAMPLINGS,
+    TASKS,
+    TENTHS,
+    THRESHOLDS,
+    VALIDATION,
+    Record,
+    read_lines,
+    trained_as,
+)
 
 DRAWS = 1000
 ORDERS = 4
@@ -99,6 +119,7 @@ class TaskResults:
 
     name: str
     texts: dict[tuple[str, str], Scored] = field(default_factory=dict)
+    validation: dict[tuple[str, str], Scored] = field(default_factory=dict)
     speeds: dict[tuple[str, str], Record] = field(default_factory=dict)
     calibration: Record | None = None
 
@@ -139,11 +160,12 @@ class TaskResults:
         low, high = bounds(a.draws - b.draws)
         return f"{a.score:.2f} ({a.score - b.score:+.2f}; {low:+.2f} to {high:+.2f})"
 
-    def kept(self, variant: str, label: str) -> tuple[float, float, float] | None:
-        """The part of its own full decoding's score that a setting keeps, with its interval."""
+    def kept(self, variant: str, label: str, *, validation: bool = False) -> tuple[float, float, float] | None:
+        """The part of its own full decoding's score that a setting keeps, with its interval; of the test texts, or of those
+        that are chosen by."""
+        texts = self.validation if validation else self.texts
         sampled = f", {label.split(', ', 1)[1]}" if ", " in label and not label.startswith("refine") else ""
-        full = self.texts.get((variant, f"full{sampled}"))
-        own = self.texts.get((variant, label))
+        full, own = texts.get((variant, f"full{sampled}")), texts.get((variant, label))
         if full is None or own is None:
             return None
         low, high = np.percentile(own.draws / np.maximum(full.draws, 1e-9), [2.5, 97.5])
@@ -177,29 +199,60 @@ class TaskResults:
                 chosen.append({"setting": f"{variant}, {label}", "speedup": faster, "kept_of_the_rest": round(kept, 4)})
         return chosen
 
+    def best_of_validation(self) -> Record | None:
+        """The same, chosen by validation texts among those that decoded them, with what it keeps of the test texts."""
+
+        def chosen_by(variant: str, label: str) -> float:
+            return (self.kept(variant, label, validation=True) or (0.0,))[0]
+
+        found = self._fastest(chosen_by, verifies=False)
+        if found is None:
+            return None
+        faster, (variant, label) = found
+        kept = self.kept(variant, label)
+        return {
+            "setting": f"{variant}, {label}",
+            "speedup": faster,
+            "kept_of_validation": round(chosen_by(variant, label), 4),
+            "kept": None if kept is None else [round(each, 4) for each in kept],
+            "validation_texts": len(self.validation[variant, label].record["texts"]),
+        }
+
+    def seeds_of(self, variant: str) -> list[str]:
+        """All trainings of a variant, by name."""
+        return sorted(name for name in self.variants if trained_as(name) == trained_as(variant))
+
+    def kept_by_seed(self, variant: str, label: str) -> list[float]:
+        """What a setting keeps of each training."""
+        found = [self.kept(name, label) for name in self.seeds_of(variant)]
+        return [round(each[0], 4) for each in found if each is not None]
+
     def _kept_of(self, variant: str, label: str) -> np.ndarray:
         own, full = self.texts.get((variant, label)), self.texts.get((variant, "full"))
         return np.zeros(2) if own is None or full is None else own.halves / np.maximum(full.halves, 1e-9)
 
-    def _fastest(self, kept: Callable[[str, str], float]) -> tuple[float, tuple[str, str]] | None:
+    def _fastest(self, kept: Callable[[str, str], float], *, verifies: bool = True) -> tuple[float, tuple[str, str]] | None:
+        """Of the first seed's models; `verifies`: what checks its drafts keeps everything, and is not asked."""
         found = []
         for variant, label in self.speeds:
             faster = self.speedup(variant, label, "token")
-            if label == "full" or variant == CALM or faster is None:
+            if label == "full" or trained_as(variant) != variant or faster is None:
                 continue
-            if label.startswith("speculative") or kept(variant, label) >= KEPT:
+            if (verifies and label.startswith("speculative")) or kept(variant, label) >= KEPT:
                 found.append((faster, (variant, label)))
         return max(found, default=None)
 
 
 def read_results(data: Path, files: list[Path]) -> tuple[dict[str, TaskResults], Record]:
-    lines = read_lines(files)
+    lines = standing(read_lines(files))
     results: dict[str, TaskResults] = {}
     for line in lines:
         task = results.setdefault(line["task"], TaskResults(line["task"]))
         key = line["variant"], line["label"]
         if line["kind"] == "texts":
             task.texts[key] = scored(data, line)
+        elif line["kind"] == VALIDATION:
+            task.validation[key] = scored(data, line, "validation")
         elif line["kind"] == "speed":
             task.speeds[key] = line
         else:
@@ -209,9 +262,19 @@ def read_results(data: Path, files: list[Path]) -> tuple[dict[str, TaskResults],
     return {n: results[n] for n in sorted(results, key=lambda n: order[n])}, lines[0]["environment"] | {"date": dates}
 
 
-def scored(data: Path, line: Record) -> Scored:
+def standing(lines: list[Record]) -> list[Record]:
+    """The lines that count: those of each variant's last training, and of a setting that was measured again the last."""
+    models = {(line["task"], line["variant"]): line.get("model") for line in lines}
+    found = {}
+    for line in lines:
+        if line.get("model") == models[line["task"], line["variant"]]:
+            found[line["kind"], line["task"], line["variant"], line["label"]] = line
+    return list(found.values())
+
+
+def scored(data: Path, line: Record, split: str = "test") -> Scored:
     metric, texts = TASKS[line["task"]].metric, line["texts"]
-    path = data / line["task"] / "test.jsonl"
+    path = data / line["task"] / f"{split}.jsonl"
     references = [json.loads(each)["references"] for each in path.read_text(encoding="utf-8").splitlines()[: len(texts)]]
     rows = statistics(metric, texts, references)
     drawn = np.random.default_rng(0).multinomial(len(texts), [1 / len(texts)] * len(texts), size=DRAWS)
@@ -274,6 +337,30 @@ def statics(task: TaskResults) -> Table:
             cells = [share(task.kept(CALM, label)), f"{found['tokens']:,}", str(found["unfinished"])]
             rows.append([label.removeprefix("static "), task.score(CALM, label), *cells])
     return rows
+
+
+def trainings(task: TaskResults) -> Table:
+    """What settings of models with many exits keep, of each training."""
+    rows = [["variant", "decoding", "kept by each training", "mean", "of validation texts", "per token, each"]]
+    for variant in (name for name in task.variants if trained_as(name) == name and name.startswith(CALM)):
+        names = task.seeds_of(variant)
+        for label in (label for own, label in task.speeds if own == variant):
+            kept = task.kept_by_seed(variant, label)
+            if len(kept) < 2:
+                continue
+            if label == "full":
+                own = ", ".join(task.score(name, label) for name in names)
+                rows.append([variant, label, f"{own} {TASKS[task.name].metric}", "-", "-", "-"])
+                continue
+            checked = [found[0] for name in names if (found := task.kept(name, label, validation=True)) is not None]
+            faster = [found for name in names if (found := task.speedup(name, label, "token")) is not None]
+            speeds = ", ".join(f"{each:.2f}" for each in faster)
+            rows.append([variant, label, percents(kept), percents([fmean(kept)]), percents(checked), speeds])
+    return rows
+
+
+def percents(parts: list[float]) -> str:
+    return f"{', '.join(f'{100 * part:.1f}' for part in parts)} %" if parts else "-"
 
 
 def distilled(task: TaskResults, names: Iterable[str], *, own_full: bool = False) -> Table:
@@ -398,12 +485,14 @@ def page(results: dict[str, TaskResults], where: Record) -> str:
         "# Leaving early on two tasks",
         "",
         f"{where['device']}, torch {where['torch']}, {where['date']}. Made by `benchmarks/free_tasks_report.py`; the models",
-        "are those of the studies `free-translation` and `free-summary` (recipes/studies), one seed each. Behind a score",
-        "stands its difference from the setting it is compared with, and the 95 % interval of that difference over draws of",
-        "the test texts. It says how much the texts decide, not how much another training run would. *Kept* is the part of",
-        "the same model's full decoding's score. Full decoding is timed once a model, and models of equal depth do the same",
-        "work: where theirs differ, that is noise, and the last column has all speeds against the fastest of them. CALM's",
-        "threshold T is 0.9 T + 0.1 exp(-4 i / N) at token i of at most N, so that 0 does not let every token leave.",
+        "are those of the studies `free-translation` and `free-summary` (recipes/studies), of one seed, or more where",
+        "there is a NAME-seed1. Behind a score stands its difference from the setting it is compared with, and the 95 %",
+        "interval of that difference over draws of the test texts. It says how much the texts decide, not how much",
+        "another training run would. *Kept* is the part of the same model's full decoding's score. Full decoding is timed",
+        "once a model, and models of equal depth do the same work: where theirs differ, that is noise, and the last",
+        "column has all speeds against the fastest of them. CALM's threshold T is 0.9 T + 0.1 exp(-4 i / N) at token i of",
+        "at most N, so that 0 does not let every token leave. `parallel 0.1 at 5` has layer 5 as the one exit of a model",
+        "with many.",
     ]
     for name, task in results.items():
         many = len(next(iter(task.texts.values())).record["texts"]) if task.texts else 0
@@ -415,6 +504,7 @@ def page(results: dict[str, TaskResults], where: Record) -> str:
             ("Oracle exits and copied states, CALM's model (`tab_free:obs1`)", oracles(task)),
             ("CALM's threshold, which decays over a text (`tab_free:obs4`)", thresholds(task)),
             ("All tokens leave after the same layer, CALM's model (`fig_free:obs2_obs3`)", statics(task)),
+            ("Models with many exits, trained several times; what is kept of each one's own full decoding", trainings(task)),
             ("Layerwise distillation, differences from none (`fig_free:distill_loss`)", distilled(task, one_depth)),
             ("Depth of the shallow model, differences from the same model's full decoding (`tab_free:depth`)",
              distilled(task, depths, own_full=True)),
@@ -435,11 +525,26 @@ def page(results: dict[str, TaskResults], where: Record) -> str:
         best, sure = task.best_at_99(), task.best_at_99(surely=True)
         if best is not None:
             lines += ["", f"Fastest that keeps 99 % of its full decoding's score: {best}."]
+            if len(seeds := task.kept_by_seed(*best.setting.split(", ", 1))) > 1:
+                lines += [f"Of the same setting each training keeps {percents(seeds)}."]
             lines += [f"Fastest whose whole interval is above 99 %: {sure or 'none'}."]
             for half in task.best_of_halves():
                 rest = f"keeps {100 * half['kept_of_the_rest']:.1f} % of the rest's"
                 lines += [f"Chosen by half of the texts: {half['setting']}, {half['speedup']:.2f} times, {rest}."]
+            lines += by_validation(task)
     return "\n".join(lines) + "\n"
+
+
+def by_validation(task: TaskResults) -> list[str]:
+    chosen = task.best_of_validation()
+    if chosen is None:
+        return []
+    many, decoded = chosen["validation_texts"], list(dict.fromkeys(variant for variant, _ in task.validation))
+    kept = None if chosen["kept"] is None else (chosen["kept"][0], chosen["kept"][1], chosen["kept"][2])
+    return [
+        f"Chosen by {many:,} validation texts, of {', '.join(decoded)}: {chosen['setting']}, {chosen['speedup']:.2f} times, "
+        f"keeps {100 * chosen['kept_of_validation']:.1f} % of theirs and {share(kept)} of the test texts' score."
+    ]
 
 
 def kept_record(results: dict[str, TaskResults], where: Record) -> Record:
@@ -453,9 +558,12 @@ def kept_record(results: dict[str, TaskResults], where: Record) -> Record:
             "speedup_at_99_against_fastest_full": None if best is None else best.against_fastest,
             "with_the_interval_above_99": None if sure is None else asdict(sure),
             "chosen_by_half_of_the_texts": task.best_of_halves(),
+            "chosen_by_validation": task.best_of_validation(),
             "settings": {},
             "speed": {},
         }
+        if best is not None and len(seeds := task.kept_by_seed(*best.setting.split(", ", 1))) > 1:
+            own["best_at_99_kept_by_each_training"] = seeds
         for (variant, label), found in task.texts.items():
             counts = {
                 k: v for k, v in found.record.items() if k not in ("texts", "tokens_by_text", "environment", "kind", "task")
@@ -463,6 +571,8 @@ def kept_record(results: dict[str, TaskResults], where: Record) -> Record:
             kept = task.kept(variant, label)
             scores = {"score": round(found.score, 2), "interval": found.interval, "many": len(found.record["texts"])}
             scores["kept"] = None if kept is None else [round(each, 4) for each in kept]
+            if (checked := task.kept(variant, label, validation=True)) is not None:
+                scores["kept_of_validation"] = [round(each, 4) for each in checked]
             own["settings"][f"{variant}, {label}"] = counts | scores | {"examples": found.record["texts"][:2]}
         for (variant, label), found in task.speeds.items():
             counts = {k: v for k, v in found.items() if k not in ("environment", "kind", "task")}
@@ -503,7 +613,8 @@ def earlier(before: Record, results: dict[str, TaskResults]) -> tuple[Record, li
 
 def picture(results: dict[str, TaskResults], where: Record, out: Path) -> None:
     """Left of each task: quality over the threshold of each variant; right: quality over the layers that all tokens run, of
-    exits alone and of whole models, with intervals. Ten colours; the variants behind the tenth are dashed and hollow."""
+    exits alone and of whole models, with intervals, and of models with many exits as lines, other seeds' thin. Ten colours;
+    the variants behind the tenth are dashed and hollow."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
@@ -514,27 +625,31 @@ def picture(results: dict[str, TaskResults], where: Record, out: Path) -> None:
         looks = {
             variant: {"color": f"C{at % 10}", "linestyle": "--" if at >= 10 else "-"}
             | ({"markerfacecolor": "white"} if at >= 10 else {})
-            for at, variant in enumerate(task.variants)
+            for at, variant in enumerate(name for name in task.variants if trained_as(name) == name)
         }
         for variant, look in looks.items():
             mode = "state-copy" if variant == CALM else "parallel"
             points = sorted(
                 (float(k[1].split()[1]), s)
                 for k, s in task.texts.items()
-                if k[0] == variant and k[1].split()[0] == mode and "," not in k[1]
+                if k[0] == variant and k[1].split()[0] == mode and "," not in k[1] and ALONE not in k[1]
             )
             row[0].plot([t for t, _ in points], [found.score for _, found in points], marker="o", **look)
         row[0].set_xlabel("threshold (1 never leaves)")
-        points = sorted(
-            (int(k[1].split()[1]), s) for k, s in task.texts.items() if k[0] == CALM and k[1].startswith("static")
-        )
-        if points:
-            low, high = zip(*(found.interval for _, found in points), strict=True)
-            x = [layer for layer, _ in points]
-            row[1].plot(x, [found.score for _, found in points], marker=".", **looks[CALM])
-            row[1].fill_between(x, low, high, alpha=0.15, color=looks[CALM]["color"])
-        beside: dict[float, list[tuple[str, str, str]]] = {}
         for variant in task.variants:
+            points = sorted(
+                (int(k[1].split()[1]), s) for k, s in task.texts.items() if k[0] == variant and k[1].startswith("static")
+            )
+            if len(points) < 2:
+                continue
+            x, look = [layer for layer, _ in points], looks[trained_as(variant)]
+            if variant == CALM:
+                low, high = zip(*(found.interval for _, found in points), strict=True)
+                row[1].fill_between(x, low, high, alpha=0.15, color=look["color"])
+            width = 1.5 if variant in looks else 0.5
+            row[1].plot(x, [found.score for _, found in points], marker=".", linewidth=width, **look)
+        beside: dict[float, list[tuple[str, str, str]]] = {}
+        for variant in looks:
             layer, depth = task.exit_of(variant), task.depth_of(variant)
             if depth is not None:
                 beside.setdefault(depth, []).append((variant, "full", "s"))
@@ -543,7 +658,8 @@ def picture(results: dict[str, TaskResults], where: Record, out: Path) -> None:
         for layers, shown in beside.items():
             for at, (variant, label, mark) in enumerate(shown):
                 found = task.texts[variant, label]
-                spread = [[found.score - found.interval[0]], [found.interval[1] - found.score]]
+                low, high = found.interval
+                spread = [[max(0.0, found.score - low)], [max(0.0, high - found.score)]]
                 moved = layers + 0.1 * (at - (len(shown) - 1) / 2)  # intervals beside each other
                 size = 10 if mark == "*" else 6
                 row[1].errorbar(moved, [found.score], spread, marker=mark, markersize=size, capsize=2, **looks[variant])
@@ -551,7 +667,7 @@ def picture(results: dict[str, TaskResults], where: Record, out: Path) -> None:
         for axes in row:
             axes.set_ylabel(f"{name}: {TASKS[name].metric} (points)")
             axes.grid(alpha=0.3)
-        marks = {"s": "full depth", "*": "its exit alone", ".": "calm, all leave here"}
+        marks = {"s": "full depth", "*": "its exit alone", ".": "all leave here; thin: other seeds"}
         keys = [Line2D([], [], marker="o", label=variant, **look) for variant, look in looks.items()]
         keys += [Line2D([], [], marker=mark, label=label, color="grey", linestyle="") for mark, label in marks.items()]
         row[1].legend(handles=keys, fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1))
@@ -564,6 +680,7 @@ def main() -> None:
     parser.add_argument("data", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("lines", type=Path, nargs="+")
+    parser.add_argument("--keep-lines", type=Path, metavar="FILE", help="write the lines that count, compressed (.jsonl.xz)")
     parser.add_argument("--before", type=Path, help="a record whose other tasks are kept")
     args = parser.parse_args()
     results, where = read_results(args.data, args.lines)
@@ -573,7 +690,13 @@ def main() -> None:
     args.out.with_suffix(".json").write_text(json.dumps(record, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
     args.out.with_suffix(".md").write_text(text, encoding="utf-8")
     picture(results, where, args.out.with_suffix(".png"))
+    if args.keep_lines is not None:
+        args.keep_lines.write_bytes(lzma.compress(packed(standing(read_lines(args.lines))), preset=9 | lzma.PRESET_EXTREME))
     print(text)
+
+
+def packed(lines: list[Record]) -> bytes:
+    return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode()
 
 
 if __name__ == "__main__":

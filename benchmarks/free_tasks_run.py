@@ -1,11 +1,12 @@
 """One task of `free_tasks.py` from training to times, in several processes, within a time limit.
 
     python benchmarks/free_tasks.py prepare --tasks TASKS --out data/free                                  # no GPU
-    python benchmarks/free_tasks_run.py translation --data data/free --out OUT --minutes 7.5               # 14 variants
+    python benchmarks/free_tasks_run.py translation --data data/free --out OUT --minutes 7.5               # 15 variants
     python benchmarks/free_tasks_run.py summary     --data data/free --out OUT --minutes 6.6 --workers 9
+    python benchmarks/free_tasks_run.py translation --data data/free --out OUT --minutes 8 --only 'calm*' --seeds 0 1 2
     tar xzf OUT/free-translation.tgz                                                                       # no GPU
     fathomlm study merge ledger/free-translation.json && fathomlm study report
-    python benchmarks/free_tasks_report.py data/free benchmarks/results/free_tasks_h200 lines/*.jsonl
+    python benchmarks/free_tasks_report.py data/free benchmarks/results/free_tasks_h200 KEPT lines/*.jsonl --keep-lines KEPT
 
 Several processes train the variants of the task's study, each what no other has; small models alone do not fill a GPU, so
 they share it by NVIDIA's multi-process service where that is there. A model is decoded as soon as it is trained, and a
@@ -13,8 +14,8 @@ process records its steps for timing and waits. When all texts are decoded, or `
 ends, and the variants are timed one after another, those first that promise most, with nothing else on the device.
 
 What is there is packed into OUT/free-TASK.tgz (ledger, lines, logs, metrics) again and again, so that a machine that ends
-early loses little. A decoder that fails goes on with the reference, timing without compiled layers; a trainer that fails is
-started again, `--retries` times. Models stay under `--work`.
+early loses little. With `--seeds` every variant is trained so many times. A decoder that fails goes on with the reference,
+timing without compiled layers; a trainer that fails is started again, `--retries` times. Models stay under `--work`.
 """
 
 from __future__ import annotations
@@ -36,11 +37,9 @@ from pathlib import Path
 from typing import IO, Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from free_tasks import CALM, MAIN, TASKS, places
+from free_tasks import CALM, MAIN, TASKS, named, places
 
 Record = dict[str, Any]
-SLOW = (MAIN, CALM)
-"""Variants with settings that the engine cannot decode; theirs are split over processes."""
 RESERVE = 15.0
 """Seconds that `study run --minutes` keeps for itself."""
 PACKED_EVERY = 45.0
@@ -114,8 +113,11 @@ class TaskRun:
         for place in (self.ledger, self.lines, self.logs, args.out):
             place.mkdir(parents=True, exist_ok=True)
         self.study = args.study or TASKS[args.task].study
+        if args.seeds:
+            self.study = with_seeds(self.study, args.seeds, self.work / "study.yaml")
         study = read_study(self.study)
         self._name, self._variants = study.name, [variant.name for variant in study.variants]
+        self._first_seed = study.seeds[0]
         self.environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
@@ -171,12 +173,13 @@ class TaskRun:
 
     def decode(self, variant: str) -> None:
         """Decode a trained variant, and prepare for its timing."""
-        args, parts = self.args, self.args.parts if variant in SLOW else 1
+        args, parts = self.args, self.args.parts if many_settings(variant) else 1
         common = [args.task, "--data", str(args.data), "--work", str(self.work / "study"), "--only", variant]
         common += ["--study", self.study]
         for part in range(parts):
             name = f"decode-{variant}-{part}"
             options = ["--texts", str(args.texts), "--batch", str(args.batch), "--part", f"{part}/{parts}"]
+            options += ["--validation", str(args.validation)]
             options += ["--seconds", self._decoding_seconds(), "--out", str(self.lines / f"{name}.jsonl")]
             self.start(name, str(Path(__file__).with_name("free_tasks.py")), "decode", *common, *options)
         turn = self.work / f"turn-{variant}"
@@ -221,7 +224,8 @@ class TaskRun:
             return {}
         asked = argparse.Namespace(task=self.args.task, work=self.work / "study", study=self.study, only=None)
         here = places(asked)
-        return {run["variant"]: run for run in runs if run["status"] == "finished" and run["variant"] in here}
+        finished = {named(run["variant"], run["seed"], self._first_seed): run for run in runs if run["status"] == "finished"}
+        return {name: run for name, run in finished.items() if name in here}
 
     def progress(self) -> str:
         steps = []
@@ -229,7 +233,7 @@ class TaskRun:
             lines = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
             last = json.loads(lines[-1]) if lines else {}
             if "loss" in last:
-                steps.append(f"{path.parent.name.rsplit('-seed', 1)[0]}:{last['step']}:{last['loss']:.2f}")
+                steps.append(f"{path.parent.name}:{last['step']}:{last['loss']:.2f}")
         counts = [f"{len(self.alive(kind))} {word}" for kind, word in (("train", "train"), ("decode", "decode"))]
         return ", ".join([*counts, f"{len(self.alive('speed'))} wait for timing", *steps])
 
@@ -262,8 +266,8 @@ class TaskRun:
             return self._variants
         cost: dict[str, float] = {}
         for variant, label in results.texts:
-            kept, exit_layer = results.kept(variant, label), results.exit_of(variant)
-            if kept is None or kept[0] < KEPT or exit_layer is None or not label.startswith(("static", "parallel")):
+            kept = results.kept(variant, label)
+            if kept is None or kept[0] < KEPT or not label.startswith(("static", "parallel")):
                 continue
             layers = float(results.texts[variant, label].record["mean_exit_layer"])
             cost[variant] = min(cost.get(variant, layers), layers)
@@ -346,6 +350,23 @@ class TaskRun:
             self.say("timed", variant, f"{self.now - began:.1f} s, exit status {self.processes[f'speed-{variant}'].poll()}")
 
 
+def many_settings(variant: str) -> bool:
+    """Whether a variant has so many settings, or some that the engine cannot decode, that they are split over processes."""
+    return variant == MAIN or variant.startswith(CALM)
+
+
+def with_seeds(study: str, seeds: list[int], path: Path) -> str:
+    """The file of a study that is the same but for its seeds; its runs are known by their settings, so they merge."""
+    import yaml
+
+    from fathomlm.lab.study.spec import shipped_studies
+    from fathomlm.train.reading import read_yaml
+
+    values = read_yaml(Path(shipped_studies().get(study, study)))
+    path.write_text(yaml.safe_dump(values | {"seeds": seeds}, sort_keys=False), encoding="utf-8")
+    return str(path)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
@@ -356,11 +377,13 @@ def main() -> None:
     add("--work", type=Path, default=Path("runs/free"), help="models, logs and lines; default: %(default)s")
     add("--study", metavar="FILE", help="YAML in place of the shipped study")
     add("--only", metavar="GLOB[,GLOB]", help="variants, as `fathomlm study run --only`; default: all, in the study's order")
+    add("--seeds", type=int, nargs="*", help="in place of the study's; the first one's models have their variants' names")
     add("--workers", type=int, default=8, help="processes that train; default: %(default)s")
     add("--stagger", type=float, default=0.0, help="seconds that the first one compiles alone; default: %(default)s")
     add("--texts", type=int, default=500, help="test texts to decode; default: %(default)s")
+    add("--validation", type=int, default=0, help="validation texts, for what is timed; default: %(default)s")
     add("--batch", type=int, default=250, help="texts at once; default: %(default)s")
-    add("--parts", type=int, default=3, help=f"processes for the decoding of {MAIN} and of {CALM}; default: %(default)s")
+    add("--parts", type=int, default=3, help=f"processes for the decoding of {MAIN}*, of {CALM}*; default: %(default)s")
     add("--timed", type=int, help="test texts to time, one at a time; default: 100, of summaries 32")
     add("--timing", type=float, metavar="SECONDS", help="for timing, at the end; default: 62, of summaries 95")
     add("--decoding", type=float, metavar="SECONDS", help="between training and timing; default: 20, of summaries 55")

@@ -29,6 +29,7 @@ common:
 variants:
   last: {loss: {exits: {at: [1], weights: weighted}, layerwise: {shallow: 1, mapping: last}}}
   plain: {}
+  calm: {model: {architecture: {layers: 5}}, loss: {exits: {at: [3, 4], weights: weighted}}}
   small-1: {model: {architecture: {layers: 1}}}
 baseline: plain
 budgets:
@@ -72,7 +73,12 @@ def test_a_task_is_trained_decoded_and_timed(tmp_path: Path, monkeypatch: pytest
         "--study",
         str(tmp_path / "study.yaml"),
         "--only",
-        "last,plain",
+        "last/*/0,plain/*/0,calm/*/1",
+        "--seeds",
+        "0",
+        "1",
+        "--validation",
+        "3",
         "--workers",
         "2",
         "--no-mps",
@@ -86,12 +92,35 @@ def test_a_task_is_trained_decoded_and_timed(tmp_path: Path, monkeypatch: pytest
     with tarfile.open(tmp_path / "out" / "free-translation.tgz") as tar:
         tar.extractall(tmp_path / "unpacked", filter="data")
     ledger = json.loads((tmp_path / "unpacked" / "ledger" / "small-free.json").read_text())
-    assert {(run["variant"], run["status"]) for run in ledger["runs"]} == {("last", "finished"), ("plain", "finished")}
+    runs = {(run["variant"], run["seed"], run["status"]) for run in ledger["runs"]}
+    wanted = (("last", 0), ("plain", 0), ("calm", 1))
+    assert runs == {(*each, "finished") for each in wanted}
     paths = (tmp_path / "unpacked" / "lines").glob("*.jsonl")
     lines = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
     labels = {(line["kind"], line["variant"], line["label"]) for line in lines}
     assert {("texts", "last", "static 1"), ("texts", "last", "parallel 0.5"), ("texts", "plain", "full")} <= labels
     assert {("speed", "last", "parallel 0.5"), ("speed", "plain", "full")} <= labels
+    assert {("validation", "last", "static 1"), ("validation", "plain", "full")} <= labels
+    many = ("full", "static 3", "static 4", "parallel 0.05 at 4", "state-copy 0.3 at 4")
+    assert {(kind, "calm-seed1", label) for kind in ("texts", "validation", "speed") for label in many} <= labels
+    assert {line["many"] for line in lines if line["kind"] == "speed"} == {1, 2}, "a line for each turn"
+    models = {(line["variant"], line["model"]) for line in lines}
+    assert len(models) == 3, "every line says which model it is of"
+
+
+def test_a_study_with_other_seeds_has_the_same_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from free_tasks_run import with_seeds  # type: ignore[import-not-found]
+
+    from fathomlm.lab.study.results import planned_jobs
+    from fathomlm.lab.study.spec import read_study
+
+    shipped = read_study("free-translation")
+    again = read_study(with_seeds("free-translation", [0, 2], tmp_path / "study.yaml"))
+    assert again.seeds == (0, 2)
+    runs = {job.name: job.fingerprint for job in planned_jobs(again)}
+    assert {job.name: job.fingerprint for job in planned_jobs(shipped)}.items() <= runs.items()
+    assert len(set(runs.values())) == 2 * len(shipped.variants)
 
 
 def test_there_must_be_time_to_train(tmp_path: Path) -> None:
