@@ -16,7 +16,6 @@ in the same bytes: figures against it are those at 32 rows.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import random
 import statistics
@@ -33,6 +32,7 @@ from fathomlm.decode.sampling import Sampling
 from fathomlm.depth import Architecture, DepthPlan, build_routing
 from fathomlm.depth.presets import preset
 from fathomlm.engine.engine import Engine
+from fathomlm.engine.heap import collect_heap, settle_heap
 from fathomlm.engine.request import Request
 from fathomlm.lab.bench.floor import finish, reading_speed
 from fathomlm.lab.bench.models import random_model
@@ -89,7 +89,7 @@ class Bench:
         self.args.out.write_text(json.dumps(self.record, indent=1) + "\n")
 
     def clear(self) -> None:
-        gc.collect()
+        collect_heap()
         if self.device.type == "cuda":
             torch._dynamo.reset()
             torch.cuda.empty_cache()
@@ -100,6 +100,7 @@ class Bench:
         engine = kind(model, batch_size=rows, **(usual | options))
         engine.run(requests(engine.runner.sizes.max_sequences, 12, 2, model.architecture.vocab, seed=1))
         finish(self.device)
+        settle_heap()  # as `fathomlm serve` does
         print(f"  set up in {time.perf_counter() - begun:.1f} s", flush=True)
         return engine
 

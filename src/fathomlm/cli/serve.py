@@ -179,6 +179,7 @@ class Serve(QuantizeOptions, ModelOptions):
         catalog: Catalog, services: list[Service],
     ) -> int:  # fmt: skip
         """What imports torch: all that can be known before is checked."""
+        from fathomlm.engine.heap import settle_heap
         from fathomlm.serve.app import create_app
         from fathomlm.serve.logs import configure_logging, log_event
         from fathomlm.serve.middleware import is_loopback
@@ -201,6 +202,7 @@ class Serve(QuantizeOptions, ModelOptions):
 
         def ready() -> None:
             assert service.served is not None
+            settle_heap()
             at, others = address_of(sock), ", ".join(catalog.offers)
             _tell(f"{service.served.name} is ready at {at} (a page for browsers; base URL for OpenAI clients: {at}/v1)")
             if others:
@@ -259,12 +261,15 @@ def served_name(options: Serve) -> str:
 def load_other(options: Serve, engine_options: EngineOptions, source: str) -> ServedModel:
     """A model beside the first: as it is, and with a context of its own where that is shorter."""
     from fathomlm.checkpoints.resolve import architecture_of
+    from fathomlm.engine.heap import settle_heap
 
     longest = engine_options.max_length
     if longest is not None:
         engine_options = replace(engine_options, max_length=min(longest, architecture_of(source)[0].context))
     alone = replace(options, model=source, name=None, exiting=ServedDepthOptions())
-    return load_served(alone, engine_options, alone.exiting.settle(source), options.restarts)
+    served = load_served(alone, engine_options, alone.exiting.settle(source), options.restarts)
+    settle_heap()
+    return served
 
 
 def load_adapter(

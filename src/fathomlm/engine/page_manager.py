@@ -13,7 +13,7 @@ from fathomlm.engine.prefix_cache import CachedPrefix, PrefixCache
 from fathomlm.engine.schedule import PageCopy, PageGrant, SchedulerOutput
 from fathomlm.engine.sequence import Sequence
 
-MOST_AHEAD = 16
+MOST_AHEAD = 64
 """Pages of a table to hand out beyond those needed, while there are plenty: each time takes as long as several tokens."""
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import traceback
 from collections import deque
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ import torch
 
 from fathomlm.decode.exiting import Exiting
 from fathomlm.engine.engine import Engine
+from fathomlm.engine.heap import collect_heap
 from fathomlm.engine.options import EngineOptions, RestartPolicy
 from fathomlm.engine.slot_records import Totals
 from fathomlm.model.seq2seq import FathomModel
@@ -47,7 +47,7 @@ class Blueprint:
 
     def build(self, totals: Totals) -> Engine:
         """One that goes on counting at `totals`. It has generated a token: an engine that cannot is not ready."""
-        gc.collect()
+        collect_heap()
         if self.model.decoder.embed.weight.device.type == "cuda":
             torch.cuda.empty_cache()
         engine = Engine(self.model, self.options, exiting=self.exiting)

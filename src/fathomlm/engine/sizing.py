@@ -5,7 +5,6 @@ All of it is known before anything runs on the device; the simulator and the ben
 
 from __future__ import annotations
 
-import gc
 import math
 from dataclasses import dataclass
 
@@ -15,6 +14,7 @@ from fathomlm.decode.exiting import BEAM, MOST_DRAFTS, SERVED_MODES, Exiting
 from fathomlm.depth import Architecture, DepthPlan
 from fathomlm.engine.captured_passes import ONE_AT_A_TIME
 from fathomlm.engine.core_passes import CorePasses, passes_for
+from fathomlm.engine.heap import collect_heap
 from fathomlm.engine.kv_pages import entry_dtype, pool_page_bytes
 from fathomlm.engine.layout import Layout, build_layout, pool_shares
 from fathomlm.engine.options import EngineOptions
@@ -158,7 +158,7 @@ def room(device: torch.device) -> int:
     of a model that was unloaded, is free as well, once torch has let go of it."""
     if device.type != "cuda":
         return CPU_ROOM
-    gc.collect()
+    collect_heap()
     with ONE_AT_A_TIME:
         torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(device)[0] // 2

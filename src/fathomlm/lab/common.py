@@ -3,7 +3,6 @@ same rows of text are printed, drawn under pictures, shown in pages and written 
 
 from __future__ import annotations
 
-import gc
 import platform
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager
@@ -110,6 +109,8 @@ def free_memory() -> None:
     """Give back what the last model or run held: its graphs and weights live in cycles that only the collector finds."""
     import torch
 
-    gc.collect()
+    from fathomlm.engine.heap import collect_heap
+
+    collect_heap()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

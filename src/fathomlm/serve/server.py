@@ -184,12 +184,14 @@ def _application(load: Callable[[], ServedModel], options: ServeOptions, replica
     from ray import serve
 
     def build() -> FastAPI:
+        from fathomlm.engine.heap import settle_heap
         from fathomlm.serve.app import create_app
         from fathomlm.serve.logs import configure_logging
 
         name = serve.get_replica_context().replica_tag
         configure_logging(replica=name)
         served = load()  # here and not in the background, so that what it raises is what Ray reports
+        settle_heap()
         service = Service(lambda: served, replica=name)
         app = create_app(service, options)
         app.state.service = service

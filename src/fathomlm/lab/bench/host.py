@@ -25,6 +25,7 @@ from fathomlm.depth import Architecture, DepthPlan, build_routing
 from fathomlm.engine.async_engine import AsyncEngine
 from fathomlm.engine.device_state import COLUMNS, ENTER, IDLE, PrefillBatch
 from fathomlm.engine.engine import Engine
+from fathomlm.engine.heap import collect_heap, settle_heap
 from fathomlm.engine.options import EngineOptions
 from fathomlm.engine.programs.base import ENDED, VALID, SamplingVariant
 from fathomlm.engine.request import Event, Request
@@ -155,12 +156,16 @@ def measure_host(
 ) -> HostCost:
     """Some rounds of so many tokens each; the quickest counts."""
     engine = null_engine(plan, batch_size, tokenizer, stream_interval)
-    if listeners == "async":
-        total, loop = asyncio.run(_measure_front(engine, tokens))
-        parts = None
-    else:
-        total, parts = _measure_engine(engine, listeners == "callback", tokens)
-        loop = None
+    settle_heap()  # as `fathomlm serve` does
+    try:
+        if listeners == "async":
+            total, loop = asyncio.run(_measure_front(engine, tokens))
+            parts = None
+        else:
+            total, parts = _measure_engine(engine, listeners == "callback", tokens)
+            loop = None
+    finally:
+        collect_heap()
     return HostCost(
         plan=plan, batch_size=batch_size, sequences=engine.runner.sizes.max_sequences, listeners=listeners, tokens=tokens,
         us_per_token=total, event_loop_us_per_token=loop, parts_us_per_token=parts,

@@ -11,6 +11,7 @@ from fathomlm.checkpoints.resolve import describe, dtype_name, quantize_model
 from fathomlm.cli.common import memory_errors, read_documents
 from fathomlm.cli.display import progress_bar
 from fathomlm.decode.prompts import encode_prompts
+from fathomlm.engine.heap import settle_heap
 from fathomlm.engine.options import EngineOptions
 from fathomlm.engine.sizing import ample_memory
 from fathomlm.errors import FathomError, OptionError
@@ -96,6 +97,7 @@ class Bench:
         engine = TimedEngine(model, options, exiting=depth.exiting)
         _log(f"warming up {name}")
         warm_up(engine, self.workload)
+        settle_heap()  # as `fathomlm serve` does
         with progress_bar(f"measuring {name}", "tokens", still=True) as update:
             found = measure(engine, self.workload, speed=self.speed, depth=depth, on_progress=update)
         del engine

@@ -1,0 +1,23 @@
+"""What Python's garbage collector walks while an engine runs.
+
+Every request makes objects, so the collector runs again and again, and each full collection walks all that libraries and
+models made when they were loaded: a sixth of the host's time for a token, where sequences are many (`fathomlm bench host`,
+a mixture of recursions at 1,024 tokens a pass). Processes that are there to serve leave those objects out, as vLLM does.
+Libraries that are imported into somebody's program do not: it is for the process to say.
+"""
+
+from __future__ import annotations
+
+import gc
+
+
+def settle_heap() -> None:
+    """What is there now is there to stay: collections no longer walk it."""
+    collect_heap()
+    gc.freeze()
+
+
+def collect_heap() -> None:
+    """Collect all that can be, also of what was there to stay: engines and models hold memory in cycles."""
+    gc.unfreeze()
+    gc.collect()
