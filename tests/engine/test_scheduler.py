@@ -119,12 +119,12 @@ def test_room_runs_ahead_by_the_lookahead_and_ends_with_the_text() -> None:
 def test_where_pages_are_plenty_they_come_several_at_a_time() -> None:
     """The fewer the less is free, and never at the cost of a cached prefix."""
     for free, ahead in ((1000, 64), (24, 3), (8, 1), (7, 0)):
-        scheduler = build(page_size=2, pool_pages=(1000,), lookahead=3)
+        scheduler = build(page_size=1, pool_pages=(1000,), lookahead=3)
         if free < 1000:
             scheduler.page_manager.pools[0].allocate(1000 - free)
-        sequence = submit(scheduler, 1, 1, new=199)
-        assert rooms(scheduler.schedule()) == {(sequence.slot, 0): 2 * (2 + ahead)}
-        run(scheduler, sequence, 2 * ahead + 1)
+        sequence = submit(scheduler, 1, 1, new=99)
+        assert rooms(scheduler.schedule()) == {(sequence.slot, 0): 3 + ahead}
+        run(scheduler, sequence, ahead)
         assert scheduler.schedule() == SchedulerOutput()
         run(scheduler, sequence, 1)
         assert scheduler.schedule().grants
