@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from fathomlm.checkpoints.gguf.writer import export_gguf as export_gguf
     from fathomlm.checkpoints.native import save as save
     from fathomlm.checkpoints.resolve import load as load
+    from fathomlm.checkpoints.vocabulary import trim_vocab as trim_vocab
     from fathomlm.decode.exiting import Exiting as Exiting
     from fathomlm.decode.full import Session as Session
     from fathomlm.decode.full import generate as generate
@@ -86,6 +87,7 @@ _MODULES = {
     "fathomlm.checkpoints.gguf.writer": "export_gguf",
     "fathomlm.checkpoints.native": "save",
     "fathomlm.checkpoints.resolve": "load",
+    "fathomlm.checkpoints.vocabulary": "trim_vocab",
     "fathomlm.decode.exiting": "Exiting",
     "fathomlm.decode.full": "Session generate",
     "fathomlm.decode.generation": "Generation",

@@ -99,6 +99,8 @@ def _layers(made: Conversion) -> list[str]:
         found.append(f"Dropped layers of the base, counted from 0: {', '.join(gone) or 'none'}.")
     if (neurons := made.model.architecture.intermediate) != made.base.intermediate:
         found.append(f"Feed-forward neurons of each layer: {neurons:,} of the base's {made.base.intermediate:,}.")
+    if (vocab := made.model.architecture.vocab) != made.base.vocab:
+        found.append(f"Tokens: {vocab:,} of the base's {made.base.vocab:,}.")
     if plan.recursions > 1 and not plan.injection:
         places = kept or range(made.base.layers)
         rows = [

@@ -1,4 +1,5 @@
-"""Base checkpoints that are made smaller while they are read: fewer layers, layers that run several times, narrower ones.
+"""Base checkpoints that are made smaller while they are read: fewer layers, layers that run several times, narrower ones,
+fewer tokens.
 
 Where a layer adds f(x) to the residual stream, R visits that add f(x) / R each follow the same path in smaller steps: the
 looped model starts near the one without a loop, in the same bytes, and learns to use the visits. So what a shared layer
@@ -14,6 +15,7 @@ of |W h - W' h_K|^2, with C the second moments of h and K the kept neurons. The 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -78,6 +80,25 @@ class RepeatedLayers(KeptLayers):
         if name.rpartition(".")[0] not in WRITERS or self.layers.count(self.layers[layer]) == 1:
             return tensor
         return (tensor.float() / self.times).to(tensor.dtype)
+
+
+class KeptTokens(_Reduced):
+    """A base checkpoint with some of its tokens, numbered in their order, and the tokenizer of those."""
+
+    def __init__(self, base: BaseCheckpoint, tokens: Sequence[int], tokenizer: Any) -> None:
+        super().__init__(base, replace(base.architecture, vocab=len(tokens)), base.plan)
+        numbers = {token: number for number, token in enumerate(tokens)}
+        ids = base.tokens
+        bos, pad = (None if token is None else numbers[token] for token in (ids.bos, ids.pad))
+        self.tokens = TokenIds(bos=bos, eos=tuple(numbers[token] for token in ids.eos), pad=pad)
+        self._kept, self._tokenizer = torch.tensor(tokens), tokenizer
+
+    def tensor(self, name: str) -> Tensor:
+        tensor = self.base.tensor(name)
+        return tensor[self._kept] if name in ("embed.weight", "head.weight") else tensor
+
+    def tokenizer(self) -> Any:
+        return self._tokenizer
 
 
 class KeptNeurons(_Reduced):

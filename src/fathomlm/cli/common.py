@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fathomlm.checkpoints.tying import CALIBRATION_TOKENS
 from fathomlm.checkpoints.writing import THRESHOLD
-from fathomlm.cli.display import progress_bar
+from fathomlm.cli.display import ProgressUpdate, progress_bar
 from fathomlm.cli.first import check_device, check_model, check_pack, check_text, check_threads
 from fathomlm.decode.sampling import Sampling
 from fathomlm.depth.dropping import DropOptions
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from fathomlm.checkpoints.assemble import BaseCheckpoint
     from fathomlm.model.hub import FathomForCausalLM
     from fathomlm.model.seq2seq import FathomModel
+    from fathomlm.train.data.sources import DataSource
 
 
 SOURCE = "preset, Hugging Face directory or hub id, GGUF file or FathomLM directory"
@@ -230,6 +231,17 @@ def read_documents(data: Sequence[str], column: str, limit: int | None = None, *
     if not any(text.strip() for text in found):
         raise DataError(f"{', '.join(data)} has no text")
     return found
+
+
+def texts_of(sources: Sequence[DataSource], column: str, update: ProgressUpdate) -> Iterator[str]:
+    """The documents of some sources, told by the bytes that were read."""
+    from fathomlm.train.data.sources import read
+
+    sizes = [source.bytes or 0 for source in sources]
+    for number, source in enumerate(sources):
+        for document in read(source, (column,)):
+            update(sum(sizes[:number]) + document.position, sum(sizes))
+            yield document.fields[0]
 
 
 def threshold_file(model: str, exits: Path | None) -> Path:

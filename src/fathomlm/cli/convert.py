@@ -20,10 +20,12 @@ from fathomlm.cli.common import (
     MeasuredDropOptions,
     SeedOptions,
 )
+from fathomlm.cli.convert_vocab import VocabOptions, show_trimmed
 from fathomlm.cli.display import log, progress_bar
 from fathomlm.cli.first import check_model
 from fathomlm.depth.options import PlanOptions, RelaxOptions, RoutingOptions
 from fathomlm.depth.relaxation import RELAXATIONS
+from fathomlm.errors import OptionError
 from fathomlm.options import like, option, section
 from fathomlm.sizes import amount
 
@@ -41,9 +43,9 @@ class StartOptions(InitOptions):
 @dataclass(frozen=True, kw_only=True)
 class Convert(ForceOptions, DtypeOptions, SeedOptions, JsonOptions):
     """Tie the layers of MODEL into one block that runs several times, optionally with a relaxation at each step (--relax),
-    or leave layers out (--drop), and write the result to OUT, with a model card. The result needs uptraining; at full LoRA
-    rank it computes what MODEL computes. With --router, tokens choose their own depth; a model that is recursive already
-    keeps its weights and gets a router."""
+    or leave layers out (--drop), or tokens (--vocab), and write the result to OUT, with a model card. The result needs
+    uptraining; at full LoRA rank it computes what MODEL computes. With --router, tokens choose their own depth; a model that
+    is recursive already keeps its weights and gets a router."""
 
     model: str = option(positional=True, help=SOURCE, first=check_model)
     out: Path = option(positional=True, help="directory to write")
@@ -51,6 +53,7 @@ class Convert(ForceOptions, DtypeOptions, SeedOptions, JsonOptions):
         DeviceOptions, "device", help="device of the result and of what --calibrate measures: cpu, cuda or cuda:N"
     )
     plan: PlanOptions = section(PlanOptions, "depth plan")
+    vocab: VocabOptions = section(VocabOptions, "vocabulary")
     dropping: MeasuredDropOptions = section(MeasuredDropOptions, "dropped layers and calibration")
     inits: StartOptions = section(StartOptions, "initialization")
     relaxation: RelaxOptions = section(RelaxOptions, "relaxation")
@@ -61,6 +64,8 @@ class Convert(ForceOptions, DtypeOptions, SeedOptions, JsonOptions):
 
         check_apart(self.model, self.out)
         check_target(self.out, self.force)
+        if self.vocab.vocab is not None:
+            return self._trim(self.vocab.vocab)
 
         from fathomlm.checkpoints.card import Conversion, model_card
         from fathomlm.checkpoints.convert import convert
@@ -70,8 +75,7 @@ class Convert(ForceOptions, DtypeOptions, SeedOptions, JsonOptions):
         from fathomlm.train.uptraining import uptraining
 
         begin = time.perf_counter()
-        fields: dict[str, Any] = asdict(self.plan) | asdict(self.inits) | asdict(self.relaxation)
-        fields |= {"router": self.routing.routing, "kv": self.routing.kv, "drop": self.dropping.drop, "by": self.dropping.by}
+        fields = self._tying() | {"drop": self.dropping.drop, "by": self.dropping.by}
         fields |= {"neurons": self.dropping.neurons, "repeat": self.dropping.repeat}
         source = open_source(self.model)
         if self.dropping.calibrate is not None and source.plan.plain:
@@ -134,6 +138,31 @@ class Convert(ForceOptions, DtypeOptions, SeedOptions, JsonOptions):
             what = "tied weights are" if model.plan.recursions > 1 else "what is left is"
             print(f"  {what} a starting point: uptrain the model before you judge its output ({self.out}/README.md)")
         return 0
+
+    def _trim(self, size: int) -> int:
+        """Leave out tokens, and nothing else."""
+        others = self._tying() | asdict(self.dropping)
+        for name in (name for name, value in others.items() if value not in (None, False)):
+            raise OptionError(
+                f"--vocab cannot be combined with --{name.replace('_', '-')}; trim the vocabulary first, then convert the "
+                "result, which also teaches what is made of it"
+            )
+        from fathomlm.checkpoints.native import save
+        from fathomlm.checkpoints.resolve import plain_base
+        from fathomlm.checkpoints.vocabulary import with_tokens
+
+        begin = time.perf_counter()
+        base = plain_base(self.model)
+        kept = self.vocab.choose(base, size)
+        model = with_tokens(base, kept.tokens, dtype=self.dtype, device=self.device)
+        card = kept.card(self.model, base, model, self.out, shlex.join(["fathomlm", *sys.argv[1:]]))
+        save(model, self.out, self.force, card=card)
+        return self.answer(kept.record(self.model, base, model, self.out, time.perf_counter() - begin), show_trimmed)
+
+    def _tying(self) -> dict[str, Any]:
+        """What is asked of layers, by the names of `convert`."""
+        fields: dict[str, Any] = asdict(self.plan) | asdict(self.inits) | asdict(self.relaxation)
+        return fields | {"router": self.routing.routing, "kv": self.routing.kv}
 
     def _reads_moments(self) -> bool:
         """Whether more than the layers' influence is to be measured."""

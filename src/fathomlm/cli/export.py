@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,9 +19,10 @@ from fathomlm.cli.common import (
     ForceOptions,
     JsonOptions,
     MeasuredDropOptions,
+    texts_of,
     threshold_file,
 )
-from fathomlm.cli.display import ProgressUpdate, progress_bar
+from fathomlm.cli.display import progress_bar
 from fathomlm.cli.first import check_model, check_text
 from fathomlm.errors import OptionError
 from fathomlm.options import like, option, section
@@ -312,19 +313,9 @@ def _frequent(options: Export, model: FathomModel, sources: Sequence[DataSource]
     if model.tokenizer is None:
         raise OptionError(f"{options.model} has no tokenizer, so tokens cannot be counted")
     with progress_bar("counting tokens", unit="bytes") as update:
-        texts = _texts(sources, options.pack.column or "text", update)
+        texts = texts_of(sources, options.pack.column or "text", update)
         vocab, ends = model.architecture.vocab, end_tokens(model)
         return frequent_tokens(texts, model.tokenizer, most, vocab=vocab, always=ends)
-
-
-def _texts(sources: Sequence[DataSource], column: str, update: ProgressUpdate) -> Iterator[str]:
-    from fathomlm.train.data.sources import read
-
-    sizes = [source.bytes or 0 for source in sources]
-    for number, source in enumerate(sources):
-        for document in read(source, (column,)):
-            update(sum(sizes[:number]) + document.position, sum(sizes))
-            yield document.fields[0]
 
 
 def _learnt(options: Export, model: FathomModel) -> tuple[Path | None, int | None]:

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from itertools import chain, islice
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fathomlm.errors import DataError, require
+from fathomlm.checkpoints.vocabulary import batches, count_tokens
+from fathomlm.errors import require
 from fathomlm.train.data.corpus import Corpus
 
-Item = TypeVar("Item")
-_TEXTS = 64
-"""Texts that are tokenised at once."""
 _PAIRS = 4096
 _SLICE = 1 << 22
 """Pairs and tokens that are counted at once."""
@@ -31,13 +28,7 @@ def frequent_tokens(texts: Iterable[str], tokenizer: Any, many: int, *, vocab: i
     occur at all: low ids of a byte-pair tokenizer are its commonest.
     """
     known, needed = _candidates(tokenizer, many, vocab, always, "exit_vocab")
-    counts = Counter[int]()
-    for batch in _batches(texts, _TEXTS):
-        # Not verbose: transformers would warn about length, which is no matter here.
-        counts.update(chain.from_iterable(tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]))
-    if not counts:
-        raise DataError("there is no text to find frequent tokens in")
-    return _most_frequent(counts, known, needed, many)
+    return _most_frequent(count_tokens(texts, tokenizer), known, needed, many)
 
 
 def frequent_in_corpus(
@@ -71,15 +62,9 @@ def _slices(corpus: Corpus) -> Iterator[npt.NDArray[np.int64]]:
     """The tokens of the training split, some at a time."""
     if corpus.manifest.kind == "pairs":
         pairs = corpus.pairs("train")
-        for numbers in _batches(range(len(pairs)), _PAIRS):
+        for numbers in batches(range(len(pairs)), _PAIRS):
             yield np.concatenate([pairs.pair(number)[1] for number in numbers])
         return
     stream = corpus.stream("train")
     for start in range(0, len(stream), _SLICE):
         yield stream.read(start, min(start + _SLICE, len(stream)))
-
-
-def _batches(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
-    source = iter(items)
-    while batch := list(islice(source, size)):
-        yield batch
