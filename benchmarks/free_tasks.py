@@ -375,15 +375,17 @@ class Lines:
     def __init__(self, path: Path) -> None:
         self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._known = {self._key(record) for record in read_lines([path])} if path.exists() else set()
+        records = read_lines([path]) if path.exists() else []
+        self._known = {self._key(record): record.get("many", 0) for record in records}
 
-    def has(self, *key: str) -> bool:
-        return key in self._known
+    def has(self, *key: str, many: int = 0) -> bool:
+        """Whether a setting has its line, of so many timed texts."""
+        return self._known.get(key, -1) >= many
 
     def add(self, record: Record) -> None:
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record, ensure_ascii=False) + "\n")
-        self._known.add(self._key(record))
+        self._known[self._key(record)] = record.get("many", 0)
         shown = {key: value for key, value in record.items() if key not in ("texts", "environment", "tokens_by_text")}
         print(shown, flush=True)
 
@@ -520,7 +522,7 @@ def speed_variant(args: argparse.Namespace, trained: Trained, lines: Lines) -> N
         return engines[key].text(source, new, threshold=setting.threshold)
 
     timed = speed_settings(task, variant, trained.exits)
-    left = [each for each in timed if not lines.has("speed", args.task, variant, each.label)]
+    left = [each for each in timed if not lines.has("speed", args.task, variant, each.label, many=len(sources))]
     begun = time.perf_counter()
     for setting in left:
         for source in sources[:WARM_UPS]:

@@ -116,6 +116,22 @@ def test_room_runs_ahead_by_the_lookahead_and_ends_with_the_text() -> None:
     assert rooms(scheduler.schedule()) == {}
 
 
+def test_pages_that_come_ahead_are_counted_behind_those_that_are_needed() -> None:
+    """What a prompt and the sequences in front of it take in the same output is not there any more."""
+    scheduler = build(page_size=1, pool_pages=(200,), max_sequences=2, prefill_chunk=200)
+    submit(scheduler, 1, 40, new=1)
+    read_all(scheduler, scheduler.schedule())
+    scheduler.finish(1)
+    pool = scheduler.page_manager.pools[0]
+    assert (pool.free, pool.spare) == (161, 39)
+    sequence = submit(scheduler, 2, 91, new=9)
+    another = submit(scheduler, 3, 60, new=40)
+    plan = scheduler.schedule()
+    assert scheduler.counters().evictions == 0
+    assert rooms(plan) == {(sequence.slot, 0): 99, (another.slot, 0): 59 + 1}
+    assert (pool.free, pool.spare) == (2, 39)
+
+
 def test_where_pages_are_plenty_they_come_several_at_a_time() -> None:
     """The fewer the less is free, and never at the cost of a cached prefix."""
     for free, ahead in ((1000, 64), (24, 3), (8, 1), (7, 0)):

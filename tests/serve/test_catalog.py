@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy, deepcopy
 from functools import partial
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from fathomlm.engine.engine import Engine
+from fathomlm.engine.heap import settle_heap
 from fathomlm.errors import FathomError, ModelNotFound, OptionError
 from fathomlm.serve.served_model import ServedModel, serve_model
 from fathomlm.serve.service import Catalog, Offer
@@ -158,3 +160,21 @@ def test_the_server_ends_with_a_model_on_the_way_and_drains_all(tiny_model: Any)
         assert not server.thread.is_alive()
         assert other.engine.status().accepting is False
         loader.go.set()
+
+
+def test_a_model_that_was_unloaded_is_free_before_the_next_is_loaded(tiny_model: Any, plain: Any) -> None:
+    """`serve` leaves loaded models out of collections."""
+    loader, engines, left = Loader(plain), list[weakref.ref[Engine]](), list[int]()
+
+    def load(name: str) -> ServedModel:
+        left.append(sum(engine() is not None for engine in engines))
+        served = loader(name)
+        engines.append(weakref.ref(served.engine._engine))
+        settle_heap()
+        return served
+
+    catalog = Catalog({name: Offer(load=partial(load, name)) for name in ("first", "second")}, most=1)
+    with running(tiny_model, catalog=catalog) as server:
+        for name in ("first", "second", "first"):
+            assert server.http.post("/v1/completions", json=ASKED | {"model": name}).status_code == 200
+    assert left == [0, 0, 0]

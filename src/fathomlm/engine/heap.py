@@ -13,11 +13,16 @@ import gc
 
 def settle_heap() -> None:
     """What is there now is there to stay: collections no longer walk it."""
-    collect_heap()
+    gc.unfreeze()
+    gc.collect()
     gc.freeze()
 
 
 def collect_heap() -> None:
-    """Collect all that can be, also of what was there to stay: engines and models hold memory in cycles."""
+    """Collect all that can be, also of what was there to stay: engines and models hold memory in cycles. Where collections
+    leave anything out, they leave out what is there now."""
+    settled = gc.get_freeze_count() > 0
     gc.unfreeze()
     gc.collect()
+    if settled:
+        gc.freeze()

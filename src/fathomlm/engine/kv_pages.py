@@ -45,8 +45,6 @@ class AttentionMetadata:
     sequence_N: Tensor | None = field(default=None, kw_only=True)
     """Where prompts are read: the slot of each row. Rows of a sequence stand together, and see the same entries but for
     those behind them."""
-    apart: bool = field(default=False, kw_only=True)
-    """Rows are of different sequences, and each that sees anything leaves an entry, the last that it sees."""
     slots_N: Tensor | None = field(default=None, kw_only=True)
     """The slot of each row, for models with an encoder."""
     bits_N: Tensor | None = field(default=None, kw_only=True)
@@ -80,7 +78,7 @@ class AttentionMetadata:
             self.slot_mapping_N[at_K], self.table_NP[at_K], self.lengths_N[at_K],
             angles=None if self.angles is None else (self.angles[0][at_K], self.angles[1][at_K]), planes=self.planes,
             sequence_N=None if self.sequence_N is None else self.sequence_N[at_K],
-            apart=self.apart, slots_N=None if self.slots_N is None else self.slots_N[at_K],
+            slots_N=None if self.slots_N is None else self.slots_N[at_K],
             bits_N=None if self.bits_N is None else self.bits_N[at_K],
             source=None if self.source is None else self.source.rows(at_K),
         )  # fmt: skip

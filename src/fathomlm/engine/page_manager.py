@@ -46,7 +46,7 @@ class PageManager:
         return False
 
     def ahead(self, sequences: int) -> int:
-        """Pages of a table that every one of so many sequences may have beyond its need: the fewer the less is free, so that
+        """Pages of a table that one of so many sequences may have beyond its need: the fewer the less is free now, so that
         hardly any are left idle when pages run short. Prefixes stay cached."""
         shares = (pool.free // (2 * sequences * self.tables.count(number)) for number, pool in enumerate(self.pools))
         return min(MOST_AHEAD, *shares)

@@ -78,7 +78,6 @@ class Scheduler:
         self._epoch = 0
         self._head_may_fit = True  # false from a placement that failed for want of pages until something changes for it
         self._budget = 0  # tokens that may still be prefilled before the next decode step
-        self._ahead = 0  # tokens to look further ahead, because pages are plenty
         self._preemptions = 0
         self._prefix_hits = 0
 
@@ -203,7 +202,6 @@ class Scheduler:
         """What changes before the next decode step. Its cost grows with what there is to hand out; sequences that go on as
         they are cost nothing."""
         out, self._budget = SchedulerOutput(stops=self._stops), self.prefill_chunk
-        self._ahead = self.page_manager.ahead(self.max_sequences) * self.page_manager.page_size
         preemptions = self._preemptions
         wanting = sorted(self._wanting.values(), key=lambda sequence: sequence.epoch)  # the oldest placement first
         self._go_on(wanting, out)
@@ -267,10 +265,11 @@ class Scheduler:
         are plenty it gets some more, so that it need not come again with every page."""
         if sequence.id not in self._placed:
             return
-        room = not sequence.unissued and (
-            self.page_manager.grow(sequence, self.lookahead + self._ahead, out)
-            or not self.page_manager.short(sequence, self.lookahead)
-        )
+        room = False
+        if not sequence.unissued:
+            more = self.page_manager.ahead(self.max_sequences) * self.page_manager.page_size
+            enough = self.page_manager.grow(sequence, self.lookahead + more, out)
+            room = enough or not self.page_manager.short(sequence, self.lookahead)
         if room:
             self._wanting.pop(sequence.id, None)
         else:

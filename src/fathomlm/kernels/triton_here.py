@@ -30,7 +30,9 @@ def early_launch(rows: int) -> dict[str, bool]:
     behind loads. Every kernel launched so must wait, since the next one counts on it. For one row only: programs of several
     rows are large, and those that start early crowd where there is room instead of spreading (32 rows of a 360M model: 18 %
     slower); `FATHOMLM_EARLY_LAUNCH` says up to how many, 0 for none. Compiled graphs launch in their own way."""
-    return launch_behind(early=rows <= max(EARLY_ROWS, _more[0]))
+    if rows > max(EARLY_ROWS, _more[0]) or torch.compiler.is_compiling() or not _starts_early():
+        return {"EARLY": False}
+    return {"EARLY": True, "launch_pdl": True}
 
 
 @contextlib.contextmanager
@@ -41,14 +43,6 @@ def launching_early(rows: int) -> Iterator[None]:
         yield
     finally:
         _more[0] = before
-
-
-def launch_behind(early: bool) -> dict[str, bool]:
-    """Settings of a kernel behind a library's product: with `early` it is on its way before that has ended, and then
-    waits for it. Libraries let nobody start before their own end, so nothing crowds."""
-    if not early or torch.compiler.is_compiling() or not _starts_early():
-        return {"EARLY": False}
-    return {"EARLY": True, "launch_pdl": True}
 
 
 @functools.cache
@@ -71,4 +65,4 @@ if triton is not None:
             gdc_wait()
 
 
-__all__ = ["EARLY_DRAFTS", "FEW_DRAFTS", "early_launch", "launch_behind", "launching_early", "tl", "triton"]
+__all__ = ["EARLY_DRAFTS", "FEW_DRAFTS", "early_launch", "launching_early", "tl", "triton"]

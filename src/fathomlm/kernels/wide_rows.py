@@ -34,7 +34,7 @@ LIBRARY_FROM: dict[Product, tuple[tuple[int, int], ...]] = {
 }
 """The same for small weights: up to so many entries, from so many rows. Measured at the widths of models of 23M to 7B
 weights on an H200 (`benchmarks/row_kernels.py --library`, benchmarks/results/row_products_h200.json). At 1.7B the
-library is quicker for fewer rows, too, by up to 13 %; up to 64 rows a row's result does not depend on how many there are,
+library is quicker for fewer rows, too, by up to 14 %; up to 64 rows a row's result does not depend on how many there are,
 which is worth more."""
 MOST_KERNEL_ROWS = max(rows for table in LIBRARY_FROM.values() for _, rows in table) - 1
 """The most rows that a kernel takes."""

@@ -74,10 +74,12 @@ class Catalog:
 
     async def _load(self, name: str) -> None:
         async with self._one_at_a_time:
-            await self._make_room(name)
+            load = self.offers[name].load
+            if await self._make_room(name):
+                load = partial(_load_behind, load)
             begun = time.perf_counter()
             try:
-                self.loaded[name] = await in_daemon_thread(self.offers[name].load)
+                self.loaded[name] = await in_daemon_thread(load)
             except ModelNotFound as error:
                 raise ApiError(404, f"{name} cannot be loaded: {error}", param="model", code="model_not_found") from error
             except FathomError as error:
@@ -87,10 +89,13 @@ class Catalog:
                 raise ApiError(500, INTERNAL, code="internal_error") from error
             log_event("loaded", model=name, seconds=round(time.perf_counter() - begun, 3))
 
-    async def _make_room(self, name: str) -> None:
-        """Unload one of the same name that has failed, and the least recently used ones that have nothing to do."""
+    async def _make_room(self, name: str) -> bool:
+        """Unload one of the same name that has failed, and the least recently used ones that have nothing to do. Returns
+        whether any was unloaded."""
+        unloaded = False
         if (failed := self.loaded.pop(name, None)) is not None:
             await failed.close()
+            unloaded = True
         while len(self.loaded) >= self._most:
             idle = next((each for each, served in self.loaded.items() if not served.engine.status().in_flight), None)
             if idle is None:
@@ -98,6 +103,17 @@ class Catalog:
                 raise ApiError(503, f"{name} cannot be loaded while {busy} has requests", param="model", code="unavailable")
             await self.loaded.pop(idle).close()
             log_event("unloaded", model=idle)
+            unloaded = True
+        return unloaded
+
+
+def _load_behind(load: Callable[[], ServedModel]) -> ServedModel:
+    """Load a model behind one that was unloaded, whose memory is free first: it is in cycles that `settle_heap` leaves out
+    of collections."""
+    from fathomlm.engine.heap import collect_heap
+
+    collect_heap()
+    return load()
 
 
 def in_daemon_thread(work: Callable[[], T]) -> asyncio.Future[T]:

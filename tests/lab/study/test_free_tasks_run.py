@@ -123,6 +123,21 @@ def test_a_study_with_other_seeds_has_the_same_runs(tmp_path: Path, monkeypatch:
     assert len(set(runs.values())) == 2 * len(shipped.variants)
 
 
+def test_what_was_timed_in_some_turns_alone_is_timed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from free_tasks import Lines  # type: ignore[import-not-found]
+
+    key = ("speed", "translation", "calm", "static 5")
+    line = dict(zip(("kind", "task", "variant", "label"), key, strict=True))
+    Lines(tmp_path / "lines.jsonl").add(line | {"many": 25})
+    lines = Lines(tmp_path / "lines.jsonl")
+    assert lines.has(*key)
+    assert not lines.has(*key, many=100)
+    lines.add(line | {"many": 100})
+    assert lines.has(*key, many=100)
+    assert not lines.has("texts", *key[1:])
+
+
 def test_there_must_be_time_to_train(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "free_tasks_run.py"), "translation", "--minutes", "1"]
     command += ["--data", str(tmp_path), "--out", str(tmp_path / "out")]

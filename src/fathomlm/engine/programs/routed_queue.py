@@ -138,7 +138,7 @@ class TorchQueue:
     def begin_core(self) -> PickedRows:
         self.parts.state.clock.add_(1)
         rows_N, recursion_N, live_N, positions_N, x_NM, *found = self._begin_core()
-        seen = AttentionMetadata(*found, planes=self._planes.planes, apart=self.parts.plan.kv != "share", slots_N=rows_N)
+        seen = AttentionMetadata(*found, planes=self._planes.planes, slots_N=rows_N)
         return PickedRows(rows_N, recursion_N, live_N, positions_N, x_NM, seen)
 
     def end_core(self, picked: PickedRows, out_NM: Tensor) -> None:
@@ -147,15 +147,11 @@ class TorchQueue:
     def begin_turn(self) -> PickedRows:
         self.parts.state.clock.add_(1)
         rows_N, recursion_N, live_N, positions_N, x_NM, *found = self._begin_turn()
-        return PickedRows(
-            rows_N, recursion_N, live_N, positions_N, x_NM, AttentionMetadata(*found, apart=True, slots_N=rows_N)
-        )
+        return PickedRows(rows_N, recursion_N, live_N, positions_N, x_NM, AttentionMetadata(*found, slots_N=rows_N))
 
     def enter(self, picked: PickedRows) -> Entering:
         tokens_N, enters_N, positions_N, *found = self._enter(picked.rows_N, picked.live_N)
-        return Entering(
-            picked.rows_N, tokens_N, enters_N, positions_N, AttentionMetadata(*found, apart=True, slots_N=picked.rows_N)
-        )
+        return Entering(picked.rows_N, tokens_N, enters_N, positions_N, AttentionMetadata(*found, slots_N=picked.rows_N))
 
     def arrive(self, entering: Entering, x_NM: Tensor) -> None:
         self._arrive(entering.rows_N, entering.live_N, entering.positions_N, x_NM)
@@ -269,7 +265,7 @@ class TritonQueue:
         s, kept, N = self.parts.state, self.slots, self.parts.batch_size
         rows_N, recursion_N = self._numbers(), self._numbers()
         live_N, x_NM = self._marks(), s.x_SM.new_empty(N, s.x_SM.shape[1])
-        positions_N, seen = self._numbers(), self._empty_attention(apart=turn or self.parts.plan.kv != "share")
+        positions_N, seen = self._numbers(), self._empty_attention()
         assert seen.angles is not None
         depth_N = recursion_N  # one of the two is asked for
         routed_rows.pick_kernel[(max(s.slots, N),)](
@@ -282,12 +278,8 @@ class TritonQueue:
 
     def enter(self, picked: PickedRows) -> Entering:
         s = self.parts.state
-        tokens_N, enters_N, positions_N, seen = (
-            self._numbers(),
-            self._marks(),
-            self._numbers(),
-            self._empty_attention(apart=True),
-        )
+        tokens_N, enters_N, positions_N = self._numbers(), self._marks(), self._numbers()
+        seen = self._empty_attention()
         assert seen.angles is not None
         routed_rows.enter_kernel[(self.parts.batch_size,)](
             s.token_S, s.stage_S, s.position_S, s.entries_ST, s.capacity_ST, picked.rows_N, picked.live_N, tokens_N,
@@ -323,9 +315,9 @@ class TritonQueue:
     def _marks(self) -> Tensor:
         return torch.empty(self.parts.batch_size, dtype=torch.bool, device=self.parts.state.device)
 
-    def _empty_attention(self, apart: bool) -> AttentionMetadata:
+    def _empty_attention(self) -> AttentionMetadata:
         s, N, D = self.parts.state, self.parts.batch_size, self._seen["D"]
         table_NP = torch.empty(N, s.tables_STP.shape[2], dtype=torch.int32, device=s.device)
         lengths_N = torch.empty(N, dtype=torch.int32, device=s.device)
         angles = (s.x_SM.new_empty(N, D), s.x_SM.new_empty(N, D))
-        return AttentionMetadata(self._numbers(), table_NP, lengths_N, angles=angles, apart=apart)
+        return AttentionMetadata(self._numbers(), table_NP, lengths_N, angles=angles)

@@ -143,6 +143,4 @@ def metadata_of(found: Sequence[Tensor], slots_N: Tensor | None = None) -> Atten
     """From `rows_see`. `slots_N`: rows are of different sequences, in these slots."""
     slot_mapping_N, table_NP, lengths_N, *angles = found
     known = (angles[0], angles[1]) if angles else None
-    return AttentionMetadata(
-        slot_mapping_N, table_NP, lengths_N, angles=known, apart=slots_N is not None, slots_N=slots_N
-    )  # fmt: skip
+    return AttentionMetadata(slot_mapping_N, table_NP, lengths_N, angles=known, slots_N=slots_N)

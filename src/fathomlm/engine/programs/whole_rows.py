@@ -62,7 +62,7 @@ class WholeRows:
             live_N, positions_N, mapping_N, lengths_N, table_NP, cos_ND, sin_ND, x_NM,
             EARLY=early_launch(N)["EARLY"], **self._enters,
         )  # fmt: skip
-        seen = AttentionMetadata(mapping_N, table_NP, lengths_N, angles=(cos_ND, sin_ND), apart=True, slots_N=rows_N)
+        seen = AttentionMetadata(mapping_N, table_NP, lengths_N, angles=(cos_ND, sin_ND), slots_N=rows_N)
         return x_NM, positions_N, live_N, seen
 
     def settle(self, scores_NV: Tensor, rows_N: Tensor, live_N: Tensor, depth: int, output: StepOutput) -> None:

@@ -156,6 +156,7 @@ def measure_host(
 ) -> HostCost:
     """Some rounds of so many tokens each; the quickest counts."""
     engine = null_engine(plan, batch_size, tokenizer, stream_interval)
+    sequences = engine.runner.sizes.max_sequences
     settle_heap()  # as `fathomlm serve` does
     try:
         if listeners == "async":
@@ -165,9 +166,10 @@ def measure_host(
             total, parts = _measure_engine(engine, listeners == "callback", tokens)
             loop = None
     finally:
+        del engine
         collect_heap()
     return HostCost(
-        plan=plan, batch_size=batch_size, sequences=engine.runner.sizes.max_sequences, listeners=listeners, tokens=tokens,
+        plan=plan, batch_size=batch_size, sequences=sequences, listeners=listeners, tokens=tokens,
         us_per_token=total, event_loop_us_per_token=loop, parts_us_per_token=parts,
     )  # fmt: skip
 
