@@ -7,7 +7,8 @@
 
 Losses and tasks are those of the studies' ledger, means over seeds, against the original that was uptrained on as many
 tokens (of several rates the best; where none was, the first study's). Bytes are parameters in one number format, LoRA and
-embeddings included. Of each kind of model (dropped, narrower, looped, looped + LoRA, looped + exits) the one of lowest loss
+embeddings included. A model with fewer tokens needs more of them for a text; its losses are given per token of the original.
+Of each kind of model (dropped, narrower, looped, looped + LoRA, looped + exits) the one of lowest loss
 is timed, and `best`, in bfloat16, at one row and at 64, in turns, by rounds: a kept checkpoint where there is one under
 --work, and random weights of the same shape elsewhere, since time does not depend on them. Where tokens exit does, so a
 model with exits is timed only if it was kept; its tokens leave above --threshold, with exact fill.
@@ -33,6 +34,7 @@ from engine_throughput import LONGEST, requests
 import fathomlm
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.sampling import Sampling
+from fathomlm.depth.presets import preset
 from fathomlm.engine.engine import Engine
 from fathomlm.engine.request import Request
 from fathomlm.lab.bench.floor import finish
@@ -46,12 +48,12 @@ from fathomlm.lab.study.spec import read_study
 from fathomlm.model.hub import FathomForCausalLM
 
 Record = dict[str, Any]
-KINDS = ("original", "dropped", "narrower", "looped", "looped + LoRA", "looped + exits")
+KINDS = ("original", "dropped", "narrower", "fewer tokens", "looped", "looped + LoRA", "looped + exits")
 HARM = 0.02
 """Nats by which exits may raise the last output's loss above the lowest, to be chosen by their own."""
 
 
-def kind_of(row: Row, results: Results) -> str:
+def kind_of(row: Row) -> str:
     """By the model's shape, so that a study may call its variants what it likes."""
     parts = row.job.shaped.parts
     if parts.plan.exits:
@@ -60,7 +62,9 @@ def kind_of(row: Row, results: Results) -> str:
         return "looped + LoRA"
     if parts.plan.recursions > 1:
         return "looped"
-    shape, base = parts.architecture, next(each for each in results.rows if each.is_baseline).job.shaped.parts.architecture
+    shape, base = parts.architecture, preset("smollm2-135m").architecture
+    if shape.vocab < base.vocab:
+        return "fewer tokens"
     if shape.intermediate < base.intermediate:
         return "narrower"
     return "dropped" if shape.layers < base.layers else "original"
@@ -70,11 +74,17 @@ def known(row: Row, results: Results) -> Record:
     """What the ledger says of a model."""
     shaped, plan = row.job.shaped, row.job.shaped.parts.plan
     records = list(row.records.values())
+    recipe = row.job.shaped.recipe
     found: Record = {
-        "study": results.study.name, "variant": row.variant.name, "budget": row.budget.name, "kind": kind_of(row, results),
+        "study": results.study.name, "variant": row.variant.name, "budget": row.budget.name, "kind": kind_of(row),
         "seeds": sorted(row.records), "layout": f"{shaped.cost.layout} x {plan.recursions}", "tokens": row.job.tokens,
         "parameters": records[0]["parameters"] + records[0]["embedding_parameters"],
         "flops_per_token": shaped.cost.forward_flops_per_token,
+        "vocab": shaped.parts.architecture.vocab,
+        "validated_tokens": recipe.evaluate.rows * recipe.data.context,
+        "text_tokens": {
+            task: metrics["tokens"] for task, metrics in records[0].get("scores", {}).items() if "nats_per_token" in metrics
+        },
         "loss": row.mean(),
         "scores": {task: value for task in results.study.scores if (value := row.mean(task)) is not None},
     }  # fmt: skip
@@ -93,7 +103,15 @@ def original_of(found: Record, models: Sequence[Record], base: Record) -> Record
 
 
 def compare(found: Record, original: Record) -> Record:
-    """The same with what it keeps of the original."""
+    """The same with what it keeps of the original. The loss of a model with other tokens becomes that of a token of the
+    original: both were validated on the same text, in rows that the study's settings count."""
+    if found["vocab"] != original["vocab"]:
+        times = found["validated_tokens"] / original["validated_tokens"]
+        texts, whole = found["text_tokens"], original["text_tokens"]
+        scores = {
+            task: value * texts[task] / whole[task] if task in texts else value for task, value in found["scores"].items()
+        }
+        found = found | {"own_loss": found["loss"], "loss": found["loss"] * times, "scores": scores}
     shares = {
         f"{task.split('_')[0]}_share": round(value / original["scores"][task], 4)
         for task, value in found["scores"].items()

@@ -61,6 +61,22 @@ def with_tokens(
     return load_base(small, parse_dtype(dtype), parse_device(device), "the model")
 
 
+def with_vocab_of(source: FathomModel | BaseCheckpoint | str | Path, tokenizer: Any) -> BaseCheckpoint:
+    """A plain model with the tokens that a tokenizer has, which is its own without some of them."""
+    base = plain_base(source)
+    own = BytePairs(tokenizer_of(base))
+    numbers, vocab = {name: token for token, name in own.names.items()}, tokenizer.get_vocab()
+    missing = [name for name in vocab if name not in numbers]
+    missing += [own.names[token] for token in own.symbols if own.names[token] not in vocab]
+    if missing:
+        raise OptionError(
+            f"the tokenizer is not the model's with fewer tokens ({missing[0]!r:.40} is in one of them only); make one with "
+            "`fathomlm convert --vocab`"
+        )
+    tokens = [numbers[name] for name in sorted(vocab, key=vocab.__getitem__)]
+    return KeptTokens(base, tokens, trimmed_tokenizer(tokenizer_of(base), tokens))
+
+
 def tokenizer_of(base: BaseCheckpoint) -> Any:
     if base.encoder is not None:
         raise OptionError("the vocabulary of an encoder-decoder model cannot be trimmed; give a decoder-only one")

@@ -49,6 +49,9 @@ class ModelRecipe(PlanOptions, RelaxOptions, DropOptions, InitOptions):
     """Of an encoder-decoder model: how its encoder trains, and how deep a fresh one is."""
     calibrate: Amount | None = option(None, also=parse_amount)
     """Tokens of the training split over which layers of `source` are measured, for what `convert --calibrate` offers."""
+    vocab: int | None = option(None, ge=1)
+    """Of a plain `source`, and of the teacher, keep the tokens that the corpus' tokenizer has, so many: one that
+    `fathomlm convert --vocab` made of theirs."""
     recursions: int = like(PlanOptions, "recursions", 1, ge=1)
     """1 leaves the model plain, or as `source` has it."""
     loop_norm: bool = False

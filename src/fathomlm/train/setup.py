@@ -12,9 +12,20 @@ import torch
 from torch import Tensor
 
 from fathomlm.checkpoints.activations import ROW, Activations, measure_activations
-from fathomlm.checkpoints.assemble import OnProgress, TokenIds, configure, empty_model, end_ids, finish, replan
+from fathomlm.checkpoints.assemble import (
+    BaseCheckpoint,
+    OnProgress,
+    TokenIds,
+    configure,
+    empty_model,
+    end_ids,
+    finish,
+    load_base,
+    replan,
+)
 from fathomlm.checkpoints.convert import convert
 from fathomlm.checkpoints.resolve import architecture_of, describe, load, plain_base
+from fathomlm.checkpoints.vocabulary import with_vocab_of
 from fathomlm.decode.prompts import end_tokens
 from fathomlm.depth import Architecture
 from fathomlm.errors import DataError, OptionError
@@ -41,6 +52,7 @@ from fathomlm.train.student import (
     lay_plan,
     route_plan,
     scratch_architecture,
+    with_vocab,
 )
 
 MOST_WIDTHS = 4
@@ -160,7 +172,7 @@ def build_teacher(recipe: Recipe, corpus: Corpus, student: FathomModel, world: W
     if distill is None:
         return None
     dtype = torch.bfloat16 if recipe.precision == "bf16" else torch.float32
-    teacher = load(distill.source, dtype=dtype, device=world.device)
+    teacher = _load(_with_its_vocab(distill.source, recipe.model, corpus), dtype, world.device)
     if type(teacher) is not type(student):
         raise OptionError(f"the teacher {distill.source} and the student must both have an encoder, or neither")
     if teacher.tokenizer is not None:
@@ -179,31 +191,47 @@ def _from_source(
 ) -> FathomModel:
     assert model.source is not None
     check_tying(model, *architecture_of(model.source)[1:])
-    measured = _activations(model, corpus, device, on_layer)
+    source = _with_its_vocab(model.source, model, corpus)
+    measured = _activations(source, model, corpus, device, on_layer)
     dropping: dict[str, Any] = {name: getattr(model, name) for name in ("drop", "by", "neurons", "repeat")}
     dropping |= {"activations": measured}
     if model.recursions == 1:
         if model.drop is None:
-            loaded = load(model.source, dtype=torch.float32)
+            loaded = _load(source, torch.float32, torch.device("cpu"))
         else:
-            loaded = convert(model.source, recursions=1, dtype=torch.float32, **dropping)
+            loaded = convert(source, recursions=1, dtype=torch.float32, **dropping)
         added = fine_tuning(model, loaded.architecture)
         plan = route_plan(model, loaded.plan)
         return replan(loaded, plan, relaxation=added, seed=seed, **loaded.config.exit_fields)
     tying = ("sharing", "recursions", "resize", "init", "norm_init", "relax", "relax_init", "rank", "prefix_length")
     fields = {name: getattr(model, name) for name in (*tying, "linears_only")}
-    tied = convert(model.source, **fields, **dropping, dtype=torch.float32, seed=seed)
+    tied = convert(source, **fields, **dropping, dtype=torch.float32, seed=seed)
     return replan(tied, route_plan(model, tied.plan), seed=seed)
 
 
+def _with_its_vocab(source: str, model: ModelRecipe, corpus: Corpus) -> str | BaseCheckpoint:
+    """A source, or what it is with the corpus' tokens alone."""
+    if model.vocab is None:
+        return source
+    with_vocab(model, *architecture_of(source)[:2])
+    if model.vocab != corpus.manifest.vocab:
+        raise OptionError(
+            f"model.vocab must be that of the corpus' tokenizer, {corpus.manifest.vocab:,}, got {model.vocab:,}"
+        )
+    return with_vocab_of(source, corpus.load_tokenizer())
+
+
+def _load(source: str | BaseCheckpoint, dtype: torch.dtype, device: torch.device) -> FathomModel:
+    return load(source, dtype, device) if isinstance(source, str) else load_base(source, dtype, device, "the model")
+
+
 def _activations(
-    model: ModelRecipe, corpus: Corpus, device: torch.device | str, on_layer: OnProgress | None
+    source: str | BaseCheckpoint, model: ModelRecipe, corpus: Corpus, device: torch.device | str, on_layer: OnProgress | None
 ) -> Activations | None:
     """What the source's layers do to the beginning of the training split, where a recipe asks."""
     if model.calibrate is None:
         return None
-    assert model.source is not None
-    base, stream = plain_base(model.source), corpus.stream("train")
+    base, stream = plain_base(source), corpus.stream("train")
     tokens = min(round(parse_amount("model.calibrate", model.calibrate)), len(stream))
     if (length := min(ROW, base.architecture.context)) > tokens:
         raise OptionError(f"model.calibrate must be >= {length}, a row of tokens, and the corpus as long; got {tokens:,}")
@@ -223,9 +251,9 @@ def check_vocab(corpus: Corpus, architecture: Architecture) -> None:
 
 
 def _from_scratch(model: ModelRecipe, seed: int, corpus: Corpus, tokenizer: Any) -> FathomModel:
-    for name in ("init", "norm_init", "relax_init", "drop", "by", "neurons", "repeat", "calibrate"):
+    for name in ("init", "norm_init", "relax_init", "drop", "by", "neurons", "repeat", "calibrate", "vocab"):
         if getattr(model, name) is not None:
-            raise OptionError(f"model.{name} says what a tied model starts from; without model.source there is nothing")
+            raise OptionError(f"model.{name} says what a model is made of; without model.source there is nothing")
     architecture = scratch_architecture(model, corpus.manifest.vocab)
     check_vocab(corpus, architecture)  # before a configuration warns of its special tokens
     plan, relaxation = lay_plan(model, architecture)
