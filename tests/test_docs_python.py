@@ -23,7 +23,10 @@ LEFT_OUT = {
 }
 SHORTER = {
     "docs/conversion.md": ("32768", "290"),
-    "docs/training.md": ('"--budget.steps", "50"', '"--budget.steps", "2", "--schedule.warmup", "1", "--evaluate.rows", "2"')
+    "docs/training.md": (
+        '"--budget.steps", "50"',
+        '"--budget.steps", "2", "--schedule.warmup", "1", "--evaluate.rows", "2"',
+    ),
 }
 DOWNLOADS = "google/mt5-large"
 
