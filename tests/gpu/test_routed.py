@@ -74,6 +74,21 @@ def test_captured_prompts_choose_what_the_reference_chooses(case: tuple[str, str
     assert set(short._graphs) == {64, 128}
 
 
+@pytest.mark.parametrize(
+    "case", [("expert", "cache", "middle"), ("token", "share", "middle"), ("expert", "hybrid", "cycle")]
+)
+def test_a_sequence_alone_has_whole_bursts_as_one_graph(case: tuple[str, str, str]) -> None:
+    """Long enough that the number of passes follows the depth, while bursts of either number are replayed."""
+    model = model_of(routed(*case))
+    engine = Engine(copy.deepcopy(model).to(CUDA), compile=False, batch_size=1, burst=4, page_size=16, max_length=48)
+    assert engine.runner._at_once == (1, 4)
+    for turn in range(12):
+        prompts = [[(1 + 7 * turn + at * (at + turn)) % VOCAB for at in range(2 + turn)]] * 2
+        wanted = generate(model, prompts[:1], max_new_tokens=33, ignore_eos=True)[0]
+        for found in engine.generate(prompts, max_new_tokens=33, ignore_eos=True):
+            assert (found.tokens, found.depths) == (wanted.tokens, wanted.depths)
+
+
 @pytest.mark.parametrize("kv", ["cache", "share", "hybrid"])
 def test_compiled_bfloat16_gradients_are_as_near_to_float32_as_eager_ones(kv: str) -> None:
     """Tokens go on by position here: in bfloat16 a router's near ties may fall the other way."""
