@@ -314,9 +314,29 @@ def test_a_budget_compares_plans_that_fit(capsys: pytest.CaptureFixture[str]) ->
     assert "drop 15" in said
 
 
+def test_fewer_tokens_leave_more_of_a_budget(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "smollm2-135m", "--vocab", "32768", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert (record["non_embedding_parameters"], record["embedding_parameters"]) == (106_203_456, 32_768 * 576)
+    found = {}
+    for more in ((), ("--vocab", "32768")):
+        assert main(["inspect", "smollm2-135m", "--budget", "0.6", *more, "--json"]) == 0
+        found[more] = [each["options"] for each in json.loads(capsys.readouterr().out)["candidates"]]
+    assert ["--drop 16", "--drop 13"] == [options[0] for options in found.values()]
+    drop = ["--drop", "0", "--neurons", found[more][2].split()[-1], "--vocab", "32768"]
+    assert main(["inspect", "smollm2-135m", *drop, "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    left = 0.6 * 134_515_008 - record["non_embedding_parameters"] - record["embedding_parameters"]
+    assert 0 <= left < NEURON_TILE * 3 * 576 * 30
+    assert main(["inspect", "smollm2-135m", "--budget", "0.6", "--vocab", "32768"]) == 0
+    assert "with 32,768 of 49,152 tokens" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
+        (["--vocab", "49153"], "--vocab must be <= the model's vocabulary of 49,152, got 49153"),
+        (["--vocab", "49153", "--budget", "0.6"], "--vocab must be <= the model's vocabulary of 49,152, got 49153"),
         (["--budget", "0.6", "--recursions", "2"], "--budget compares plans of its own"),
         (["--budget", "0.1"], "no plan has 10% of the bytes: the embeddings alone are 21%"),
         (["--drop", "30"], "drop must be between 0 and 29"),

@@ -36,6 +36,7 @@ class Inspect(JsonOptions):
     context: int = option(2048, ge=1, help="sequence length to count attention at")
     drop: int | None = like(DropOptions, "drop")
     neurons: int | None = like(DropOptions, "neurons", help="keep N feed-forward neurons of each layer that is left")
+    vocab: int | None = option(None, ge=1, help="count MODEL with N of its tokens (`fathomlm convert --vocab`)")
     budget: float | None = option(
         None, gt=0, le=1, metavar="PART",
         help="compare plans that have at most this part of MODEL's bytes in the same number format: dropped layers, fewer "
@@ -50,6 +51,8 @@ class Inspect(JsonOptions):
         if self.budget is not None:
             return _compare(self, architecture, own_plan)
         whole = architecture
+        if self.vocab is not None:
+            architecture = _with_vocab(self, architecture)
         if self.drop is not None:
             if own_plan is not None and own_plan.recursions > 1:
                 raise OptionError(f"--drop requires a plain model; {self.model} is recursive already")
@@ -136,11 +139,14 @@ def _compare(options: Inspect, architecture: Architecture, plan: DepthPlan | Non
     planned = options.plan.recursions or options.plan.resize or options.relaxation != RelaxOptions()
     if planned or options.router or options.kv or options.drop is not None:
         raise OptionError(
-            "--budget compares plans of its own; it can be combined with --sharing, --context and --tokens only"
+            "--budget compares plans of its own; it can be combined with --sharing, --context, --tokens and --vocab only"
         )
     if plan is not None and plan.recursions > 1:
         raise OptionError(f"--budget requires a plain model; {options.model} is recursive already")
-    found = candidates(architecture, options.budget, options.plan.sharing or "cycle", options.context)
+    if options.vocab is not None:
+        _with_vocab(options, architecture)
+    sharing = options.plan.sharing or "cycle"
+    found = candidates(architecture, options.budget, sharing, options.context, vocab=options.vocab)
     base = cost.count(architecture, DepthPlan.vanilla(architecture.layers), context=options.context)
     if options.json:
         rows = [{"options": each.options, **each.cost.to_dict(), "bytes_share": each.share(base)} for each in found]
@@ -157,8 +163,18 @@ def _compare(options: Inspect, architecture: Architecture, plan: DepthPlan | Non
         "tokens. --neurons also requires --calibrate FILE, text to measure over. Which plan keeps most is decided by "
         "training, not by this table."
     )
-    print_table(table, f"{options.model} in {options.budget:.0%} of its bytes", caption=caption, dense=True)
+    title = f"{options.model} in {options.budget:.0%} of its bytes"
+    if options.vocab is not None:
+        title += f", with {options.vocab:,} of {architecture.vocab:,} tokens"
+        caption += " Trim the vocabulary first (--vocab), then convert the result."
+    print_table(table, title, caption=caption, dense=True)
     return 0
+
+
+def _with_vocab(options: Inspect, architecture: Architecture) -> Architecture:
+    if options.vocab is None or not options.vocab <= architecture.vocab:
+        raise OptionError(f"--vocab must be <= the model's vocabulary of {architecture.vocab:,}, got {options.vocab}")
+    return dataclasses.replace(architecture, vocab=options.vocab)
 
 
 def _exit_parameters(model: str, architecture: Architecture, plan: DepthPlan) -> int:

@@ -286,14 +286,18 @@ class Candidate:
         return self.cost.parameters / base.parameters
 
 
-def candidates(architecture: Architecture, budget: float, sharing: str = "cycle", context: int = 2048) -> list[Candidate]:
-    """The fewest layers to drop, each number of loops that fits, and with it the highest rank that does."""
+def candidates(
+    architecture: Architecture, budget: float, sharing: str = "cycle", context: int = 2048, *, vocab: int | None = None
+) -> list[Candidate]:
+    """The fewest layers to drop, each number of loops that fits, and with it the highest rank that does; with so many tokens
+    of the model's `vocab`."""
     limit = budget * count(architecture, DepthPlan.vanilla(architecture.layers)).parameters
+    architecture = architecture if vocab is None else dataclasses.replace(architecture, vocab=vocab)
     found = [*_dropped(architecture, limit, context), *_looped(architecture, limit, sharing, context)]
     if not found:
         raise OptionError(
             f"no plan has {budget:.0%} of the bytes: the embeddings alone are "
-            f"{architecture.embedding_parameters / (limit / budget):.0%}"
+            f"{architecture.embedding_parameters / (limit / budget):.0%}; fewer tokens make them smaller (--vocab)"
         )
     return found
 
