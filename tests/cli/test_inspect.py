@@ -322,7 +322,7 @@ def test_fewer_tokens_leave_more_of_a_budget(capsys: pytest.CaptureFixture[str])
     for more in ((), ("--vocab", "32768")):
         assert main(["inspect", "smollm2-135m", "--budget", "0.6", *more, "--json"]) == 0
         found[more] = [each["options"] for each in json.loads(capsys.readouterr().out)["candidates"]]
-    assert ["--drop 16", "--drop 13"] == [options[0] for options in found.values()]
+    assert [options[0] for options in found.values()] == ["--drop 16", "--drop 13"]
     drop = ["--drop", "0", "--neurons", found[more][2].split()[-1], "--vocab", "32768"]
     assert main(["inspect", "smollm2-135m", *drop, "--json"]) == 0
     record = json.loads(capsys.readouterr().out)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fathomlm.cli.common import SOURCE, JsonOptions
+from fathomlm.cli.convert_vocab import VocabOptions
 from fathomlm.cli.display import print_table
 from fathomlm.cli.first import check_shape
 from fathomlm.depth import Architecture, DepthPlan, Relaxation, build_routing, cost
@@ -36,7 +37,9 @@ class Inspect(JsonOptions):
     context: int = option(2048, ge=1, help="sequence length to count attention at")
     drop: int | None = like(DropOptions, "drop")
     neurons: int | None = like(DropOptions, "neurons", help="keep N feed-forward neurons of each layer that is left")
-    vocab: int | None = option(None, ge=1, help="count MODEL with N of its tokens (`fathomlm convert --vocab`)")
+    vocab: int | None = like(
+        VocabOptions, "vocab", help="count MODEL with N of its tokens (`fathomlm convert --vocab`)", requires=()
+    )
     budget: float | None = option(
         None, gt=0, le=1, metavar="PART",
         help="compare plans that have at most this part of MODEL's bytes in the same number format: dropped layers, fewer "
