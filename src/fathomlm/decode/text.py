@@ -229,7 +229,7 @@ class ByteTextStream(TextStream):
 
     def push_each(self, tokens: Sequence[int]) -> list[str]:
         if not self._stop and not self._rest:
-            texts = [self._table[token] for token in tokens]
+            texts = list(map(self._table.__getitem__, tokens))
             if None not in texts:
                 return texts  # type: ignore[return-value]
         return self._one_by_one(tokens)

@@ -31,9 +31,9 @@ class News:
         self._loop = asyncio.get_running_loop()
         self._waiting: asyncio.Future[None] | None = None
 
-    async def wait(self) -> None:
+    def wait(self) -> asyncio.Future[None]:
         self._waiting = self._loop.create_future()
-        await self._waiting
+        return self._waiting
 
     def tell(self) -> None:
         """In the loop of whoever waits."""
