@@ -118,7 +118,7 @@ def test_room_runs_ahead_by_the_lookahead_and_ends_with_the_text() -> None:
 
 def test_where_pages_are_plenty_they_come_several_at_a_time() -> None:
     """The fewer the less is free, and never at the cost of a cached prefix."""
-    for free, ahead in ((1000, 64), (24, 3), (8, 1), (7, 0)):
+    for free, ahead in ((1000, 64), (20, 3), (12, 1), (11, 0)):
         scheduler = build(page_size=1, pool_pages=(1000,), lookahead=3)
         if free < 1000:
             scheduler.page_manager.pools[0].allocate(1000 - free)

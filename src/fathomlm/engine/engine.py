@@ -347,7 +347,7 @@ class Engine:
     def _collect(self, numbers: abc.Sequence[int]) -> None:
         """Take in what some decode steps chose, then visit the sequences to which something happened."""
         outputs = self.runner.collect(numbers)
-        ints_RC = np.concatenate([output.ints_NC.numpy() for output in outputs])
+        ints_RC = np.concatenate([output.ints_NC.numpy().T for output in outputs], 1).T  # a column is looked at as a whole
         ints_RC[:, FLAGS] &= (1 << NEXT) - 1
         floats_RC = np.concatenate([output.floats_NC.numpy() for output in outputs])
         if self._estimator is not None:
