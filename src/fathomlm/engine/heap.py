@@ -11,8 +11,8 @@ from __future__ import annotations
 import gc
 
 YOUNG = 20_000
-"""New objects from one look at them to the next, in place of 700. A burst of many streams makes thousands of events, which are
-gone by then; looked at in between they would cost a tenth of what the token does."""
+"""New objects from one look at them to the next, in place of 700. A burst of many streams makes thousands of events, which
+are gone by then; looked at in between they would cost a tenth of what the token does."""
 
 
 def settle_heap() -> None:

@@ -107,8 +107,8 @@ class SlotRecords:
         """With so many tokens of its completion a sequence is visited, because somebody waits for them."""
         self.tokens_SL = np.zeros((many, max_length), np.int32)  # memory is taken as it is written
         self.depths_SL = np.zeros((many, max_length), np.int16)
-        self._tokens, self._depths = (memoryview(column_SL.reshape(-1)) for column_SL in (self.tokens_SL, self.depths_SL))
-        """The same, of which Python takes some numbers in half the time."""
+        self._tokens, self._depths = self.tokens_SL.reshape(-1).data, self.depths_SL.reshape(-1).data
+        """The same as memory views, of which Python takes some numbers in two thirds of the time."""
         self.confidences_SL = np.zeros((many, max_length if layout.kind == "exits" else 0), np.float32)
         self.drafted_SL = np.zeros(self.confidences_SL.shape, np.bool_)
         """Tokens that an exit had drafted a token for."""
@@ -226,10 +226,10 @@ class SlotRecords:
 
     def hand_over(self, sequences: abc.Sequence[Sequence]) -> None:
         """Tokens that have arrived and that these sequences, each in its slot, have not got yet."""
-        slots, long = [sequence.slot for sequence in sequences], self.tokens_SL.shape[1]
-        for sequence, known, last in zip(sequences, self.known_S[slots].tolist(), self.last_S[slots].tolist(), strict=True):
-            slot, told = sequence.slot, len(sequence.tokens)
-            assert slot is not None
+        slots, long = [sequence.slot for sequence in sequences if sequence.slot is not None], self.tokens_SL.shape[1]
+        arrived, times = self.known_S[slots].tolist(), self.last_S[slots].tolist()
+        for sequence, slot, known, last in zip(sequences, slots, arrived, times, strict=True):
+            told = len(sequence.tokens)
             if known == told:
                 continue
             here = slice(slot * long + told, slot * long + known)

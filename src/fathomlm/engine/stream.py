@@ -24,8 +24,8 @@ class Promise:
 
 
 class News:
-    """That something has come, for one task to wait for: half of what an `asyncio.Event`, which any number may wait for, costs
-    each time. Whoever waits has looked in the same turn of the loop that nothing is there."""
+    """That something has come, for one task to wait for: half of what an `asyncio.Event`, which any number may wait for,
+    costs each time. Whoever waits has looked in the same turn of the loop that nothing is there."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
