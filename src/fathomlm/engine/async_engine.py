@@ -57,14 +57,14 @@ class WorkItem(Promise):
 
 
 @dataclass(slots=True)
-class Message:
+class Delivery:
     """What an event loop is told at once."""
 
     calls: list[Call] = field(default_factory=list)
     """Answers, in front of events: a request is accepted before it has any."""
     events: list[tuple[Stream, list[Event]]] = field(default_factory=list)
 
-    def deliver(self) -> None:
+    def make(self) -> None:
         """In that loop."""
         for call in self.calls:
             call()
@@ -112,7 +112,7 @@ class AsyncEngine:
         self._before = zero(self._seen[0])  # of the engines that broke
         self._streams: dict[int, Stream] = {}
         self._sequences: dict[int, Sequence] = {}
-        self._outbox = defaultdict[asyncio.AbstractEventLoop, Message](Message)
+        self._outbox = defaultdict[asyncio.AbstractEventLoop, Delivery](Delivery)
         self._looked = self._begun
         self._thread = threading.Thread(target=self._work, name="fathomlm-engine", daemon=True)
         self._thread.start()
@@ -395,11 +395,11 @@ class AsyncEngine:
         self._outbox[loop].calls.append(call)
 
     def _send(self) -> None:
-        messages = list(self._outbox.items())
+        deliveries = list(self._outbox.items())
         self._outbox.clear()
-        for loop, message in messages:
+        for loop, delivery in deliveries:
             try:
-                loop.call_soon_threadsafe(message.deliver)
+                loop.call_soon_threadsafe(delivery.make)
             except RuntimeError:  # the loop is closed, and its consumers are gone
                 for id in [id for id, stream in self._streams.items() if stream.loop is loop]:
                     self._engine.cancel(id)
