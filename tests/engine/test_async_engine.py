@@ -204,9 +204,9 @@ def test_who_is_cancelled_before_the_engine_has_answered_leaves_nothing(monkeypa
             second = asyncio.create_task(front.generate([6], max_new_tokens=40))
             await asyncio.sleep(0)
             second.cancel()
-            gate.set()
             with pytest.raises(asyncio.CancelledError):
                 await second
+            gate.set()
             await first
             await nobody_left(front)
             assert front.status().totals.tokens == 2
@@ -306,6 +306,31 @@ def test_a_slow_consumer_loses_nothing_and_holds_nobody_up() -> None:
             assert await slow.wait() is slow.result
 
     run(main())
+
+
+def test_what_a_burst_brings_to_a_loop_is_one_message_with_one_time() -> None:
+    async def work() -> None:
+        loop, sent = asyncio.get_running_loop(), [0]
+        call_soon_threadsafe = loop.call_soon_threadsafe
+
+        def send(*given: Any) -> Any:
+            sent[0] += 1
+            return call_soon_threadsafe(*given)
+
+        loop.call_soon_threadsafe = send  # type: ignore[method-assign]
+        async with AsyncEngine(small()) as front:
+            requests = [front.request([5, 7, id], max_new_tokens=12, ignore_eos=True) for id in range(4)]
+            streams = await asyncio.gather(*map(front.submit, requests))
+            await until(lambda: all(stream.result is not None for stream in streams))
+            await asyncio.sleep(0.01)
+            bursts = [stream.take() for stream in streams]
+            steps = front.status().totals.decode_steps
+        assert all(sum(map(len, [events for events, _ in one])) == 13 for one in bursts)
+        times = {at for one in bursts for _, at in one}
+        assert len(times) <= sent[0] <= steps + 8
+        assert all([at for _, at in one] == sorted(at for _, at in one) for one in bursts)
+
+    run(work())
 
 
 def test_refusals_come_to_whoever_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,7 +69,7 @@ def nothing_is_left(engine: Engine) -> None:
     assert not engine.busy
     assert (engine._sequences, set(engine._in_slot), list(engine._in_flight)) == ({}, {None}, [])
     scheduler, runner = engine.scheduler, engine.runner
-    assert (scheduler.placed, scheduler.waiting) == ((), ())
+    assert (tuple(scheduler.placed), scheduler.waiting) == ((), ())
     assert [pool.used for pool in scheduler.page_manager.pools] == list(engine.counters().pages_cached)
     assert runner.sampler._held == {}
     assert sorted(scheduler._free_slots) == list(range(runner.sizes.max_sequences))

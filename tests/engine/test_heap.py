@@ -1,4 +1,4 @@
-"""What collections leave out."""
+"""What garbage collections walk in processes that serve."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from fathomlm.engine.heap import collect_heap, settle_heap
+from fathomlm.engine.heap import YOUNG, collect_heap, settle_heap
 
 
 class Node:
@@ -19,7 +19,9 @@ class Node:
 @pytest.fixture(autouse=True)
 def _as_before() -> Iterator[None]:
     """The test run's own heap is frozen, too."""
+    threshold = gc.get_threshold()
     yield
+    gc.set_threshold(*threshold)
     gc.freeze()
 
 
@@ -43,3 +45,9 @@ def test_what_a_process_has_left_out_stays_left_out() -> None:
     assert gc.get_freeze_count() > 0
     collect_heap()
     assert gc.get_freeze_count() > 0
+
+
+def test_new_objects_are_looked_at_seldom() -> None:
+    rarely = gc.get_threshold()[1:]
+    settle_heap()
+    assert gc.get_threshold() == (YOUNG, *rarely)

@@ -254,3 +254,25 @@ def test_a_sequence_that_is_preempted_tells_on_where_it_was(monkeypatch: pytest.
         assert engine.counters().preemptions > 0
         found.append(heard)
     assert found == [[list(range(12))] * 3] * 2
+
+
+def test_a_sequence_that_is_cancelled_while_it_waits_again_tells_what_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model("whole"), "tokenizer", letters())
+    memory = 11 * page_bytes(model("whole").architecture, PLANS["whole"].unrolled_layers, 2, torch.float32)
+    engine = Engine(model("whole"), batch_size=3, page_size=2, max_length=SHORT, memory=memory, stream_interval=5, burst=2)
+    heard: list[list[Event]] = [[] for _ in range(3)]
+    sampling = Sampling(max_new_tokens=12, ignore_eos=True)
+    sequences = [
+        engine.submit(Request(id=id, prompt=(5 + id, 7), sampling=sampling), heard[id].extend) for id in range(3)
+    ]  # fmt: skip
+    while not (victims := [one for one in sequences if one.state == "waiting" and len(one.tokens) > one.told > 0]):
+        engine.step()
+    (victim,) = victims
+    engine.cancel(victim.id)
+    *said, last = heard[victim.id]
+    assert victim.result is not None
+    assert tuple(event.token for event in said if isinstance(event, TokenEvent)) == victim.result.tokens
+    assert last == Finished(reason="cancelled")
+    while engine.busy:
+        engine.step()
+    nothing_is_left(engine)

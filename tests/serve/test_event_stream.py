@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from fathomlm.engine.request import Finished, TokenEvent
+from fathomlm.engine.stream import News
 from fathomlm.serve.completions import Choices, CompletionHandler, EventStream
 from fathomlm.serve.errors import ApiError
 
@@ -79,7 +80,7 @@ def test_tokens_in_front_of_one_that_fails_are_chunks(error: Exception) -> None:
     made: list[Any] = []
 
     async def collect() -> None:
-        chunks = CompletionHandler.chunks(handler, Choices([], asyncio.Event()))
+        chunks = CompletionHandler.chunks(handler, Choices([], News()))
         while True:
             made.append(await anext(chunks))
 

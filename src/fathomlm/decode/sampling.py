@@ -40,7 +40,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", tuple(self.stop) if isinstance(self.stop, list | tuple) else (self.stop,))
-        check(self)
+        check(self, inside=False)
         t = self.temperature
         require(t == 0 or t >= COLDEST, "temperature", f"0 (greedy) or >= {COLDEST:g}", t)
         require(all(self.stop), "stop", "one or more strings that are not empty", self.stop)

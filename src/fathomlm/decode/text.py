@@ -173,7 +173,7 @@ class TokenBytes(dict[int, bytes]):
         """By a list, which is twice as quick as asking for each; tokens that are not in it yet are added."""
         known = self._list
         try:
-            return b"".join([known[token] for token in tokens])  # type: ignore[misc]  # None is a TypeError here
+            return b"".join(map(known.__getitem__, tokens))  # type: ignore[arg-type]  # None is a TypeError here
         except (IndexError, TypeError):
             known += [None] * (max(tokens) + 1 - len(known))
             for token in tokens:
@@ -229,7 +229,7 @@ class ByteTextStream(TextStream):
 
     def push_each(self, tokens: Sequence[int]) -> list[str]:
         if not self._stop and not self._rest:
-            texts = [self._table[token] for token in tokens]
+            texts = list(map(self._table.__getitem__, tokens))
             if None not in texts:
                 return texts  # type: ignore[return-value]
         return self._one_by_one(tokens)

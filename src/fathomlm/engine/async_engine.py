@@ -18,8 +18,9 @@ import asyncio
 import itertools
 import threading
 import time
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -34,7 +35,7 @@ from fathomlm.engine.request import Constraint, Event, Finished, Request, Result
 from fathomlm.engine.restarts import Blueprint, RestartBudget, let_go
 from fathomlm.engine.sequence import Sequence, result_of
 from fathomlm.engine.status import EngineStatus, Rate, remaining, summed, zero
-from fathomlm.engine.stream import Promise, Stream
+from fathomlm.engine.stream import News, Promise, Stream
 from fathomlm.errors import EngineStopped
 
 SAMPLE = 0.1
@@ -53,6 +54,23 @@ class WorkItem(Promise):
     def __init__(self, work: Callable[[], Any]) -> None:
         super().__init__()
         self.work = work
+
+
+@dataclass(slots=True)
+class Delivery:
+    """What an event loop is told at once."""
+
+    calls: list[Call] = field(default_factory=list)
+    """Answers, in front of events: a request is accepted before it has any."""
+    events: list[tuple[Stream, list[Event]]] = field(default_factory=list)
+
+    def make(self) -> None:
+        """In that loop."""
+        for call in self.calls:
+            call()
+        at = time.perf_counter()
+        for stream, events in self.events:
+            stream.receive(events, at)
 
 
 class AsyncEngine:
@@ -94,7 +112,7 @@ class AsyncEngine:
         self._before = zero(self._seen[0])  # of the engines that broke
         self._streams: dict[int, Stream] = {}
         self._sequences: dict[int, Sequence] = {}
-        self._outbox: dict[asyncio.AbstractEventLoop, list[Call]] = {}
+        self._outbox = defaultdict[asyncio.AbstractEventLoop, Delivery](Delivery)
         self._looked = self._begun
         self._thread = threading.Thread(target=self._work, name="fathomlm-engine", daemon=True)
         self._thread.start()
@@ -139,7 +157,7 @@ class AsyncEngine:
             exit_threshold=exit_threshold,
         )
 
-    async def submit(self, request: Request, news: asyncio.Event | None = None) -> Stream:
+    async def submit(self, request: Request, news: News | None = None) -> Stream:
         """Hand in a request; returns when the engine has taken it. What it cannot take, it refuses with an error:
         `RequestTooLarge`, `QueueFull`, `OptionError` or `EngineStopped`. `news` is as in `Stream`."""
         stream = Stream(request, self.cancel, news)
@@ -167,8 +185,9 @@ class AsyncEngine:
         over = False
         try:
             while not over:
-                for event in await stream.next_events():
-                    over = isinstance(event, Finished)
+                events = await stream.next_events()
+                over = isinstance(events[-1], Finished)
+                for event in events:
                     yield event
         finally:
             stream.cancel()
@@ -326,7 +345,7 @@ class AsyncEngine:
         if isinstance(events[-1], Finished):
             del self._streams[stream.request.id]
             stream.result = self._sequences.pop(stream.request.id).result
-        self._post(stream.loop, partial(stream.receive, events))
+        self._outbox[stream.loop].events.append((stream, events))
 
     def _break(self, error: BaseException) -> bool:
         """The engine is broken: nothing more is asked of it, and everybody hears why. Says whether to build another, which
@@ -345,7 +364,7 @@ class AsyncEngine:
         why = Finished(reason="error", error=message)
         for id, stream in self._streams.items():
             stream.result = result_of(self._sequences[id], why)
-            self._post(stream.loop, partial(stream.receive, [why]))
+            self._outbox[stream.loop].events.append((stream, [why]))
         self._streams, self._sequences = {}, {}
         for order in orders:
             if isinstance(order, Promise):
@@ -373,21 +392,17 @@ class AsyncEngine:
         self._drained.clear()
 
     def _post(self, loop: asyncio.AbstractEventLoop, call: Call) -> None:
-        self._outbox.setdefault(loop, []).append(call)
+        self._outbox[loop].calls.append(call)
 
     def _send(self) -> None:
-        posts, self._outbox = self._outbox, {}
-        for loop, calls in posts.items():
+        deliveries = list(self._outbox.items())
+        self._outbox.clear()
+        for loop, delivery in deliveries:
             try:
-                loop.call_soon_threadsafe(_call_all, calls)
+                loop.call_soon_threadsafe(delivery.make)
             except RuntimeError:  # the loop is closed, and its consumers are gone
                 for id in [id for id, stream in self._streams.items() if stream.loop is loop]:
                     self._engine.cancel(id)
-
-
-def _call_all(calls: list[Call]) -> None:
-    for call in calls:
-        call()
 
 
 def _message(error: BaseException) -> str:

@@ -81,22 +81,23 @@ class EngineState:
         """What was placed and granted: two uploads, then a few small writes."""
         if scheduled.placements:
             self._place(scheduled.placements)
-        at: list[int] = []
-        pages: list[int] = []
-        slot, table, _ = self.tables_STP.stride()
-        for grant in scheduled.grants:
-            first = grant.slot * slot + grant.table * table + grant.first
-            at += range(first, first + len(grant.pages))
-            pages += grant.pages
-        granted, stride = len(at), self.capacity_ST.stride(0)
-        at += [slot * stride + table for slot, table in scheduled.capacity]
-        if not at:
+        grants, capacity = scheduled.grants, scheduled.capacity
+        if not (grants or capacity):
             return
-        at_N, values_N = self.upload(np.array([at, [*pages, *scheduled.capacity.values()]]))
+        (slot, table, _), stride = self.tables_STP.stride(), self.capacity_ST.stride(0)
+        first_G = np.array([grant.slot * slot + grant.table * table + grant.first for grant in grants], np.int64)
+        counts_G = np.array([len(grant.pages) for grant in grants], np.int64)
+        granted = int(counts_G.sum())
+        at_N = np.arange(granted) + np.repeat(first_G - np.cumsum(counts_G) + counts_G, counts_G)
+        rooms_K = np.array([slot * stride + table for slot, table in capacity], np.int64)
+        values_N = np.fromiter(
+            itertools.chain(*[grant.pages for grant in grants], capacity.values()), np.int64, granted + len(rooms_K)
+        )
+        at, values = self.upload(np.stack((np.concatenate((at_N, rooms_K)), values_N)))
         if granted:
-            self.tables_STP.view(-1).index_copy_(0, at_N[:granted], values_N[:granted].to(self.tables_STP.dtype))
-        if granted < len(at):
-            self.capacity_ST.view(-1).index_copy_(0, at_N[granted:], values_N[granted:])
+            self.tables_STP.view(-1).index_copy_(0, at[:granted], values[:granted].to(self.tables_STP.dtype))
+        if capacity:
+            self.capacity_ST.view(-1).index_copy_(0, at[granted:], values[granted:])
 
     def prefill_columns(
         self,

@@ -155,7 +155,11 @@ class Engine:
         sequence = self._sequences.get(id)
         if sequence is None:
             return False
-        self._visit(sequence)  # it may be called by a listener, before the tokens of the burst have come to this one
+        flags = 0
+        if sequence.slot is not None:  # it may be called by a listener, before the tokens of the burst have come to this one
+            self._records.hand_over([sequence])
+            flags = int(self._records.flags_S[sequence.slot])
+        self._visit(sequence, flags)
         if sequence.result is None:
             self._finish(sequence, Finished(reason="cancelled"))
         return True
@@ -343,7 +347,7 @@ class Engine:
     def _collect(self, numbers: abc.Sequence[int]) -> None:
         """Take in what some decode steps chose, then visit the sequences to which something happened."""
         outputs = self.runner.collect(numbers)
-        ints_RC = np.concatenate([output.ints_NC.numpy() for output in outputs])
+        ints_RC = np.concatenate([output.ints_NC.numpy().T for output in outputs], 1).T  # a column is looked at as a whole
         ints_RC[:, FLAGS] &= (1 << NEXT) - 1
         floats_RC = np.concatenate([output.floats_NC.numpy() for output in outputs])
         if self._estimator is not None:
@@ -354,10 +358,11 @@ class Engine:
         self.totals.add(taken)
         if self.runner.core_passes is not None:
             self.runner.core_passes.learn(taken.tokens, taken.depths)
-        for slot, short in zip(taken.visits, taken.short, strict=True):
-            sequence = self._in_slot[slot]
-            if sequence is not None and sequence.slot == slot:  # else a listener has cancelled it meanwhile
-                self._visit(sequence, short)
+        visited = [self._at(slot) for slot in taken.visits]
+        self._records.hand_over(visited)
+        for sequence, slot, flags, short in zip(visited, taken.visits, taken.flags, taken.short, strict=True):
+            if sequence.slot == slot:  # else a listener has cancelled it meanwhile
+                self._visit(sequence, flags, short)
 
     def _observe(self, ints_RC: Ints, floats_RC: Floats) -> None:
         """What the whole model has shown of exits, in the order in which it did."""
@@ -382,27 +387,29 @@ class Engine:
 
     def _catch_up(self, sequence: Sequence) -> None:
         """Bring a sequence up to what has arrived of it, and tell the scheduler how far its pages are filled."""
-        self._records.hand_over(sequence)
-        if sequence.slot is not None and sequence.state == "running":
+        self._records.hand_over([sequence])
+        self._advance(sequence)
+
+    def _advance(self, sequence: Sequence) -> None:
+        if sequence.state == "running":
             self.scheduler.advance(sequence, (), self._records.entries_TS[:, sequence.slot].tolist())
 
-    def _visit(self, sequence: Sequence, short: bool = False) -> None:
-        """Something happened: its tokens, their text and their events, its end, or it is `short` of pages."""
-        flags = 0 if sequence.slot is None else int(self._records.flags_S[sequence.slot])
-        self._records.hand_over(sequence)
+    def _visit(self, sequence: Sequence, flags: int, short: bool = False) -> None:
+        """Something happened: its tokens, which it has got, their text and their events, its end, or it is `short` of
+        pages."""
         if short and not flags:
-            self._catch_up(sequence)
-        why = _ending(sequence, flags, self._ends)
-        fresh = len(sequence.tokens) > sequence.told
-        if short and why is None and sequence.watched and len(sequence.tokens) < sequence.due(self.options.stream_interval):
+            self._advance(sequence)
+        why = _ending(sequence, flags, self._ends) if flags else None
+        told, known, interval = sequence.told, len(sequence.tokens), self.options.stream_interval
+        fresh = known > told
+        if short and why is None and sequence.watched and known < sequence.due(interval):
             return  # it came for pages alone
         if sequence.watched and fresh:
-            told = sequence.told
             pieces = self._read(sequence, why)
             if sequence.stream is not None and sequence.stream.stopped:
                 why = Finished(reason="stop")
             if sequence.slot is not None:
-                self._records.due_S[sequence.slot] = sequence.due(self.options.stream_interval)
+                self._records.due_S[sequence.slot] = sequence.due(interval)
             if sequence.on_events is not None:
                 sequence.on_events(events_of(sequence, told, pieces))
         if sequence.result is not None:
@@ -437,7 +444,7 @@ class Engine:
             pieces += [""] * ends
             pieces[-1] += stream.finish()
         sequence.told = len(sequence.tokens)
-        sequence.pieces += [piece for piece in pieces if piece]
+        sequence.pieces += pieces
         return pieces
 
     def _read_end(self, sequence: Sequence, why: Finished) -> None:
@@ -451,7 +458,7 @@ class Engine:
 
     def _finish(self, sequence: Sequence, why: Finished) -> None:
         if sequence.slot is not None:
-            self._catch_up(sequence)
+            self._advance(sequence)
             self._records.clear(sequence.slot)
         self._read_end(sequence, why)
         if why.reason == "error":

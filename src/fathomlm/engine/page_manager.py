@@ -101,8 +101,12 @@ class PageManager:
         """
         if sequence.source:
             sequence.source_pages = self._taken(0, self._pages_for(len(sequence.source)))
+        slot = sequence.slot
+        assert slot is not None, f"sequence {sequence.id} adopts pages, but it is not placed"
         for table, pages in enumerate(prefix.pages):
-            self._grant(sequence, table, 0, out)
+            if adopted := sequence.pages[table]:
+                out.grants.append(PageGrant(slot, table, 0, tuple(adopted)))
+            out.capacity[slot, table] = len(adopted) * self.page_size
             for source in pages[self._full(prefix, table) :]:
                 self._give(sequence, table, 1, out)
                 out.copies.append(PageCopy(self.tables[table], source, sequence.pages[table][-1]))
@@ -147,10 +151,11 @@ class PageManager:
         return all(wanted <= pool.available for wanted, pool in zip(pages, self.pools, strict=True))
 
     def _give(self, sequence: Sequence, table: int, count: int, out: SchedulerOutput) -> None:
-        pages = sequence.pages[table]
-        first = len(pages)
-        pages += self._taken(self.tables[table], count)
-        self._grant(sequence, table, first, out)
+        slot, pages, given = sequence.slot, sequence.pages[table], self._taken(self.tables[table], count)
+        assert slot is not None, f"sequence {sequence.id} gets a page, but it is not placed"
+        out.grants.append(PageGrant(slot, table, len(pages), tuple(given)))
+        pages += given
+        out.capacity[slot, table] = len(pages) * self.page_size
 
     def _taken(self, pool: int, count: int) -> list[int]:
         if self.pools[pool].free < count:
@@ -160,13 +165,6 @@ class PageManager:
     def _with_source(self, sequence: Sequence, pages: list[int]) -> list[int]:
         """Pages by pool, with those of the source."""
         return [pages[0] + self._pages_for(len(sequence.source)), *pages[1:]]
-
-    def _grant(self, sequence: Sequence, table: int, first: int, out: SchedulerOutput) -> None:
-        slot, pages = sequence.slot, sequence.pages[table]
-        assert slot is not None, f"sequence {sequence.id} gets a page, but it is not placed"
-        if first < len(pages):
-            out.grants.append(PageGrant(slot, table, first, tuple(pages[first:])))
-        out.capacity[slot, table] = len(pages) * self.page_size
 
     def _full(self, prefix: CachedPrefix, table: int) -> int:
         return prefix.entries[table] // self.page_size

@@ -76,9 +76,10 @@ class PagePool:
         """One owner less of each."""
         owners, keepers, free = self._owners, self._keepers, self._free
         for page in pages:
-            assert owners[page], f"page {page} is released more often than it was allocated or shared"
-            owners[page] -= 1
-            if not owners[page]:
+            left = owners[page] - 1
+            assert left >= 0, f"page {page} is released more often than it was allocated or shared"
+            owners[page] = left
+            if not left:
                 if keepers[page]:
                     self._spare += 1
                 else:

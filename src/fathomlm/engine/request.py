@@ -7,7 +7,7 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from fathomlm.decode.exiting import Threshold, thresholds_of
 from fathomlm.decode.sampling import Sampling
@@ -114,14 +114,13 @@ def _biases(given: Mapping[int, float]) -> dict[int, float]:
     return dict(given)
 
 
-@dataclass(slots=True)
-class TokenEvent:
-    """One more token of a sequence. Not frozen: there is one for every token, and it would take three times as long."""
+class TokenEvent(NamedTuple):
+    """One more token of a sequence. A tuple: there is one for every token, and anything else takes longer to make."""
 
     token: int
     text: str
     """What is now safe to show, often empty: a character may be spread over tokens, a stop string may have begun."""
-    index: int
+    index: int  # type: ignore[assignment]  # in place of the tuple's method
     """Its place in the completion, from 0."""
     logprob: float | None = None
     """Under the model's own distribution: no temperature, no filter, no penalty. None where the request wants none."""

@@ -126,7 +126,8 @@ class SamplerState:
             if request.biased:
                 self.set_bias(slot, request, allowed)
             self._held[slot] = request
-            self._needs.update(_needs(request))
+            for name in _needs(request):
+                self._needs[name] += 1
         self._write(settings)
 
     def clear(self, slots: Sequence[int]) -> None:
@@ -158,7 +159,8 @@ class SamplerState:
         """Whether a request was there."""
         request = self._held.pop(slot, None)
         if request is not None:
-            self._needs.subtract(_needs(request))
+            for name in _needs(request):
+                self._needs[name] -= 1
             if request.biased:
                 self._bias_SV[slot].zero_()
         return request is not None

@@ -114,9 +114,9 @@ class Scheduler:
         return len(self._placed)
 
     @property
-    def placed(self) -> tuple[Sequence, ...]:
+    def placed(self) -> abc.ValuesView[Sequence]:
         """Sequences on the device, in the order of their placement."""
-        return tuple(self._placed.values())
+        return self._placed.values()
 
     @property
     def busy(self) -> bool:

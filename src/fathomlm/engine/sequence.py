@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import count, repeat
 from typing import Literal
 
 from fathomlm.decode.text import TextStream
@@ -67,6 +66,10 @@ class Sequence:
     """What the constraint allows as the next token that the host does not know."""
     stream: TextStream | None = None
     on_events: OnEvents | None = None
+    each: bool = field(init=False)
+    """Whether the host must see each of its tokens."""
+    watched: bool = field(init=False)
+    """Whether its tokens are wanted as they come, and not only when it has ended."""
     told: int = 0
     """Tokens whose text is in `pieces`, and of which the listener has heard."""
     pieces: list[str] = field(default_factory=list)
@@ -86,20 +89,16 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.id, given = self.request.id, self.request.prompt
+        self.each = bool(self.request.sampling.stop) or self.request.constraint is not None
+        self.watched = self.each or self.on_events is not None
         self.prompt, self.source = (given, ()) if self.start is None else ((self.start,), given)
         self.max_new_tokens = self.request.sampling.max_new_tokens
         self.most_entries = len(self.prompt) + self.max_new_tokens - 1 + self.spare
 
-    @property
-    def watched(self) -> bool:
-        """Whether its tokens are wanted as they come, and not only when it has ended."""
-        return self.on_events is not None or bool(self.request.sampling.stop) or self.matcher is not None
-
     def due(self, interval: int) -> int:
         """With how many tokens it is visited next, where it is watched: the first at once, and then where there are
         `interval` new ones, unless the host must see each."""
-        each = self.told == 0 or bool(self.request.sampling.stop) or self.matcher is not None
-        return self.told + (1 if each else interval)
+        return self.told + (1 if self.each or not self.told else interval)
 
     @property
     def known(self) -> tuple[int, ...]:
@@ -140,19 +139,15 @@ class Sequence:
 
 def events_of(sequence: Sequence, told: int, pieces: list[str]) -> list[Event]:
     """An event for each token from number `told` on."""
-    logprobs, depths, confidences = sequence.logprobs, sequence.depths, sequence.confidences
-    return list(
-        map(
-            TokenEvent,
-            sequence.tokens[told:],
-            pieces,
-            count(told),
-            repeat(None) if logprobs is None else [one.logprob for one in logprobs[told:]],
-            repeat(()) if logprobs is None else [one.top for one in logprobs[told:]],
-            repeat(None) if depths is None else depths[told:],
-            repeat(None) if confidences is None else confidences[told:],
-        )
-    )
+    tokens, logprobs, depths, confidences = sequence.tokens, sequence.logprobs, sequence.depths, sequence.confidences
+    events: list[Event] = []
+    for index, text in enumerate(pieces, told):
+        logprob, top = (None, ()) if logprobs is None else (logprobs[index].logprob, logprobs[index].top)
+        depth = None if depths is None else depths[index]
+        confidence = None if confidences is None else confidences[index]
+        # Half of what it takes by the class's own way.
+        events.append(tuple.__new__(TokenEvent, (tokens[index], text, index, logprob, top, depth, confidence)))
+    return events
 
 
 def result_of(sequence: Sequence, finish: Finished) -> Result:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from fathomlm.engine.request import Event, Finished, Request, Result
 
@@ -24,11 +23,26 @@ class Promise:
             self.done.set_result(found) if error is None else self.done.set_exception(error)
 
 
-class Burst(NamedTuple):
-    """Events that came together, and when."""
+class News:
+    """That something has come, for one task to wait for: half of what an `asyncio.Event`, which any number may wait for,
+    costs each time. Whoever waits has looked in the same turn of the loop that nothing is there."""
 
-    events: list[Event]
-    at: float
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._waiting: asyncio.Future[None] | None = None
+
+    def wait(self) -> asyncio.Future[None]:
+        self._waiting = self._loop.create_future()
+        return self._waiting
+
+    def tell(self) -> None:
+        """In the loop of whoever waits."""
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
+
+
+Burst = tuple[list[Event], float]
+"""Events that came together, and when."""
 
 
 class Stream(Promise):
@@ -40,15 +54,15 @@ class Stream(Promise):
     Whoever stops listening, because its task is cancelled or its loop over the events is left, cancels the request.
     """
 
-    def __init__(self, request: Request, cancel: Callable[[int], None], news: asyncio.Event | None = None) -> None:
-        """`cancel` is given the request's id. `news` is set when events come; streams that share it can be waited for
+    def __init__(self, request: Request, cancel: Callable[[int], None], news: News | None = None) -> None:
+        """`cancel` is given the request's id. `news` is told when events come; streams that share it can be waited for
         together."""
         super().__init__()
         self.request = request
         self.result: Result | None = None
         """All of it, from the end on."""
-        self._news = asyncio.Event() if news is None else news
-        self._bursts: deque[Burst] = deque()
+        self._news = News() if news is None else news
+        self._bursts: list[Burst] = []
         self._events: deque[Event] = deque()
         self._cancel = cancel
         self._over = False
@@ -80,13 +94,13 @@ class Stream(Promise):
         """All that has come and was not taken yet, as soon as there is any."""
         while not self._bursts:
             await self._news.wait()
-            self._news.clear()
-        return [event for burst in self.take() for event in burst.events]
+        if len(self._bursts) == 1:
+            return self._bursts.pop()[0]
+        return [event for events, _ in self.take() for event in events]
 
     def take(self) -> list[Burst]:
         """What has come and was not taken yet, perhaps nothing."""
-        bursts = list(self._bursts)
-        self._bursts.clear()
+        bursts, self._bursts = self._bursts, []
         return bursts
 
     def cancel(self) -> None:
@@ -104,7 +118,7 @@ class Stream(Promise):
             self.cancel()
             raise
 
-    def receive(self, events: list[Event]) -> None:
+    def receive(self, events: list[Event], at: float) -> None:
         """In the stream's own loop."""
-        self._bursts.append(Burst(events, time.perf_counter()))
-        self._news.set()
+        self._bursts.append((events, at))
+        self._news.tell()

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from fathomlm.engine.async_engine import AsyncEngine
 from fathomlm.engine.request import Event, Finished, Request, Result
-from fathomlm.engine.stream import Stream
+from fathomlm.engine.stream import News, Stream
 from fathomlm.errors import FathomError
 from fathomlm.serve.connections import HALF_CLOSED
 from fathomlm.serve.errors import INTERNAL, ApiError, as_api_error, json_response, to_json
@@ -42,13 +42,13 @@ class ClientGone(Exception):
 class Choices:
     """Streams of the engine, merged. End it with `close`, which cancels what has not finished."""
 
-    def __init__(self, streams: Sequence[Stream], news: asyncio.Event) -> None:
-        """`news` is set when events of any of the streams have come."""
+    def __init__(self, streams: Sequence[Stream], news: News) -> None:
+        """`news` is told when events of any of the streams have come."""
         self._streams, self._news = streams, news
 
     @classmethod
     async def submit(cls, engine: AsyncEngine, requests: Sequence[Request]) -> Choices:
-        news = asyncio.Event()
+        news = News()
         tasks: list[asyncio.Task[Stream]] = []
         try:
             async with asyncio.TaskGroup() as group:
@@ -65,15 +65,13 @@ class Choices:
         together. A time is that of the engine's message, however slow the client is."""
         left = len(self._streams)
         while left:
-            await self._news.wait()
-            self._news.clear()
-            bursts = [
-                (burst.at, index, burst.events) for index, stream in enumerate(self._streams) for burst in stream.take()
-            ]
+            bursts = [(at, index, events) for index, stream in enumerate(self._streams) for events, at in stream.take()]
+            if not bursts:
+                await self._news.wait()
+                continue
             came = [(index, event, at) for at, index, events in sorted(bursts, key=itemgetter(0)) for event in events]
             left -= sum(isinstance(event, Finished) for _, event, _ in came)
-            if came:
-                yield came
+            yield came
 
     def result(self, index: int) -> Result:
         """Of a choice that has ended."""
