@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, CanineTokenizer, PreTrainedTokenizerFast
 
 import fathomlm
-from fathomlm.checkpoints.assemble import ModelBase
+from fathomlm.checkpoints.assemble import ModelBase, replan
 from fathomlm.checkpoints.gguf import GGUFCheckpoint
 from fathomlm.checkpoints.vocabulary import BytePairs, count_tokens, frequent_parts, pieces_more, trimmed_tokenizer
 from fathomlm.errors import DataError, OptionError
@@ -32,9 +33,9 @@ ANY_TEXT = st.lists(
 )
 
 
-def with_tokenizer(tokenizer: Any, *, tied: bool = False) -> Any:
-    """A plain model with random weights for such a tokenizer."""
-    traits = {"vocab": len(tokenizer), "context": 128, "tied_embeddings": tied}
+def with_tokenizer(tokenizer: Any, *, tied: bool = False, more: int = 0) -> Any:
+    """A plain model with random weights for such a tokenizer, and `more` rows without a token."""
+    traits = {"vocab": len(tokenizer) + more, "context": 128, "tied_embeddings": tied}
     model = model_of(None, sharing="cycle", recursions=1, traits=traits)
     model.tokenizer = tokenizer
     model.config.bos_token_id = tokenizer.bos_token_id
@@ -55,6 +56,7 @@ def byte_level() -> Any:
     ends = [("<|im_end|>", backend.token_to_id("<|im_end|>"))]
     backend.post_processor = processors.TemplateProcessing(single="$A <|im_end|>", special_tokens=ends)
     named = {"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    named["extra_special_tokens"] = ["<extra>"]
     return PreTrainedTokenizerFast(tokenizer_object=backend, model_max_length=99, padding_side="left", **named)
 
 
@@ -92,9 +94,27 @@ def test_special_tokens_keep_their_names(base: Any) -> None:
     assert name(small.config.bos_token_id) == "<|endoftext|>"
     assert [name(token) for token in small.config.eos_token_id] == ["<|im_end|>", "<|endoftext|>"]
     assert small.tokenizer.special_tokens_map == TOKENIZER.special_tokens_map
+    assert small.tokenizer.all_special_tokens == TOKENIZER.all_special_tokens
     assert name(small.tokenizer("the <extra> dog")["input_ids"])[-1] == "<|im_end|>", "what is put behind a text"
     assert "<extra>" in name(small.tokenizer("the <extra> dog")["input_ids"])
     assert (small.tokenizer.model_max_length, small.tokenizer.padding_side) == (99, "left")
+
+
+def test_ids_that_no_token_has_are_left_out() -> None:
+    """Embeddings have more rows than there are tokens, and configurations name what other tokenizers had."""
+    model = with_tokenizer(TOKENIZER, more=8)
+    model.config.bos_token_id, model.config.pad_token_id = len(TOKENIZER) + 1, 10**6
+    model.config.eos_token_id = [TOKENIZER.eos_token_id, len(TOKENIZER) + 7]
+    small = fathomlm.trim_vocab(model, TEXTS, MANY)
+    assert (small.config.bos_token_id, small.config.pad_token_id) == (None, None)
+    assert small.config.eos_token_id == small.tokenizer.eos_token_id
+    assert fathomlm.trim_vocab(model, TEXTS, len(TOKENIZER) - 1).architecture.vocab == len(TOKENIZER) - 1
+
+
+def test_exits_are_left_out(base: Any) -> None:
+    """What they have of their own was trained over all tokens."""
+    exited = replan(base, base.plan.with_exits((1,)), exit_rank=2)
+    assert fathomlm.trim_vocab(exited, TEXTS, MANY).plan.exits == ()
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -249,6 +269,19 @@ def test_what_cannot_be_trimmed(base: Any) -> None:
     without.tokenizer = None
     with pytest.raises(OptionError, match="no tokenizer"):
         fathomlm.trim_vocab(without, TEXTS, MANY)
+    without.tokenizer = CanineTokenizer()
+    with pytest.raises(OptionError, match=r"a tokenizer\.json describes"):
+        fathomlm.trim_vocab(without, TEXTS, MANY)
+    last = len(TOKENIZER) - 1
+    with pytest.raises(OptionError, match=f"the tokenizer has token {last}, the model's vocabulary has {last}"):
+        fathomlm.trim_vocab(with_tokenizer(TOKENIZER, more=-1), TEXTS, MANY)
+
+
+def test_letters_stay_where_there_are_no_bytes_to_fall_back_on() -> None:
+    spec = json.loads(TOKENIZER.backend_tokenizer.to_str())
+    spec["model"]["byte_fallback"] = True
+    told = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(spec)))
+    assert BytePairs(told).symbols == BytePairs(TOKENIZER).symbols
 
 
 def test_an_encoder_decoder_model_is_refused(tmp_path: Path) -> None:

@@ -173,7 +173,7 @@ def test_a_corpus_that_is_not_there_is_told_before_it_is_made(recipe, corpus, ca
         (["RECIPE", "--model.recursions", "3"], "3 recursions do not divide 4 layers"),
         (["RECIPE", "--model.architecture.hiden", "3"], "the architecture: unknown field 'hiden' (did you mean 'hidden'?)"),
         (["RECIPE", "--model.architecture.vocab", "100"], "has 257 different tokens, the model only 100"),
-        (["RECIPE", "--model.init", "average"], "model.init says what a model is made of"),
+        (["RECIPE", "--model.init", "average"], "model.init requires model.source"),
         (["RECIPE", "--loss.exits.at", "[9]"], "an exit goes after one of the steps 1 to 3 of 4, got 9"),
         (["RECIPE", "--loss.layerwise.shallow", "4"], "the shallow model must have 1 to 3 of the 4 layers, got 4"),
         (["RECIPE", "--train", "relaxation"], "train: relaxation requires model.relax"),

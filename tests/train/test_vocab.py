@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,17 @@ def test_it_is_measured_narrowed_and_taught(recipe: Make, source: Path, small: P
     assert trained.config.kept_layers == [layer for layer in range(4) if layer not in found.order]
 
 
+def test_a_kept_teacher_is_known_by_its_tokens(
+    recipe: Make, source: Path, small: Path, corpus: Corpus, tmp_path: Path
+) -> None:
+    kept = {"distill": {"source": str(source), "top_k": 4, "cache": str(tmp_path / "cache")}}
+    made = of(recipe, source, corpus, vocab=MANY)
+    train(replace(made, loss=recipe(loss=kept).loss))
+    whole = of(recipe, small, corpus)
+    with pytest.raises(FathomError, match=f"vocab is {MANY} there and None here"):
+        train(replace(whole, out=str(tmp_path / "whole"), loss=recipe(loss=kept).loss))
+
+
 @pytest.mark.parametrize(
     ("model", "why"),
     [
@@ -106,7 +118,7 @@ def test_what_does_not_fit(recipe: Make, source: Path, corpus: Corpus, model: di
 
 
 def test_a_fresh_model_has_the_corpus_tokens_anyway(recipe: Make) -> None:
-    with pytest.raises(FathomError, match=r"model\.vocab says what a model is made of"):
+    with pytest.raises(FathomError, match=r"model\.vocab requires model\.source"):
         train(recipe(model={"vocab": 257}))
 
 

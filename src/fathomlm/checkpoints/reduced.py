@@ -86,11 +86,11 @@ class KeptTokens(_Reduced):
     """A base checkpoint with some of its tokens, numbered in their order, and the tokenizer of those."""
 
     def __init__(self, base: BaseCheckpoint, tokens: Sequence[int], tokenizer: Any) -> None:
-        super().__init__(base, replace(base.architecture, vocab=len(tokens)), base.plan)
-        numbers = {token: number for number, token in enumerate(tokens)}
-        ids = base.tokens
-        bos, pad = (None if token is None else numbers[token] for token in (ids.bos, ids.pad))
-        self.tokens = TokenIds(bos=bos, eos=tuple(numbers[token] for token in ids.eos), pad=pad)
+        super().__init__(base, replace(base.architecture, vocab=len(tokens)), DepthPlan.vanilla(base.architecture.layers))
+        numbers: dict[int | None, int] = {token: number for number, token in enumerate(tokens)}
+        ids = base.tokens  # configurations also name ids that no token has
+        eos = tuple(numbers[token] for token in ids.eos if token in numbers)
+        self.tokens = TokenIds(bos=numbers.get(ids.bos), eos=eos, pad=numbers.get(ids.pad))
         self._kept, self._tokenizer = torch.tensor(tokens), tokenizer
 
     def tensor(self, name: str) -> Tensor:

@@ -31,8 +31,8 @@ Item = TypeVar("Item")
 _TEXTS = 64
 """Texts that are tokenized at once."""
 _WRAPPER = ("chat_template", "model_max_length", "padding_side", "truncation_side", "model_input_names",
-            "clean_up_tokenization_spaces")  # fmt: skip
-"""What a transformers tokenizer has beside its backend and its special tokens."""
+            "clean_up_tokenization_spaces", "extra_special_tokens")  # fmt: skip
+"""What a transformers tokenizer has beside its backend and the special tokens that have a name."""
 
 
 def trim_vocab(
@@ -81,7 +81,11 @@ def tokenizer_of(base: BaseCheckpoint) -> Any:
     if base.encoder is not None:
         raise OptionError("the vocabulary of an encoder-decoder model cannot be trimmed; give a decoder-only one")
     if (tokenizer := base.tokenizer()) is None:
-        raise OptionError("the model has no tokenizer, so tokens cannot be counted")
+        raise OptionError("the model has no tokenizer, so its vocabulary cannot be trimmed")
+    if not tokenizer.is_fast:
+        raise OptionError("only tokenizers that a tokenizer.json describes can be trimmed")
+    if (most := max(tokenizer.get_vocab().values())) >= base.architecture.vocab:
+        raise OptionError(f"the tokenizer has token {most}, the model's vocabulary has {base.architecture.vocab}")
     return tokenizer
 
 
@@ -107,12 +111,8 @@ def frequent_parts(base: BaseCheckpoint, counts: Counter[int], size: int) -> lis
     the tokens that it is joined from. Of two that occur as often the lower id comes first: low ids of a byte-pair
     tokenizer are its commonest."""
     pairs = BytePairs(tokenizer_of(base))
-    known = {token for token in pairs.names if token < base.architecture.vocab}
-    needed = {
-        *pairs.symbols,
-        *(token for token in (base.tokens.bos, *base.tokens.eos, base.tokens.pad) if token is not None),
-    }
-    kept, most = known & needed, len(known) - 1
+    known = set(pairs.names)
+    kept, most = known & {*pairs.symbols, base.tokens.bos, *base.tokens.eos, base.tokens.pad}, len(known) - 1
     require(len(kept) <= size <= most, "vocab", f"from {len(kept):,} (special tokens, single symbols) to {most:,}", size)
     wanted = sorted(known - kept, key=lambda token: (-counts[token], token))
     while len(kept) < size:  # what did not fit may, once others have brought its parts
@@ -150,7 +150,7 @@ class BytePairs:
         self._ranks = {pair: rank for rank, pair in enumerate(map(_pair, model["merges"]))}
         added = {each["id"]: each["content"] for each in self.spec["added_tokens"]}
         self.names = {token: name for name, token in self._vocab.items()} | added
-        single = _is_byte if model.get("byte_fallback") else _is_letter
+        single = _is_byte if model.get("byte_fallback") and "<0x00>" in self._vocab else _is_letter
         unknown = model["unk_token"]
         self.symbols = {*added, *(token for name, token in self._vocab.items() if single(name) or name == unknown)}
         """Special and added tokens, and those that all text can be made of."""

@@ -253,7 +253,7 @@ def check_vocab(corpus: Corpus, architecture: Architecture) -> None:
 def _from_scratch(model: ModelRecipe, seed: int, corpus: Corpus, tokenizer: Any) -> FathomModel:
     for name in ("init", "norm_init", "relax_init", "drop", "by", "neurons", "repeat", "calibrate", "vocab"):
         if getattr(model, name) is not None:
-            raise OptionError(f"model.{name} says what a model is made of; without model.source there is nothing")
+            raise OptionError(f"model.{name} requires model.source")
     architecture = scratch_architecture(model, corpus.manifest.vocab)
     check_vocab(corpus, architecture)  # before a configuration warns of its special tokens
     plan, relaxation = lay_plan(model, architecture)

@@ -126,6 +126,7 @@ def open_cache(recipe: Recipe, corpus: Corpus, loaders: dict[str, Loader], vocab
         "format": 1,
         "teacher": distill.source,
         "weights": weights_mark(distill.source),
+        "vocab": recipe.model.vocab,
         "precision": recipe.precision,
         "corpus": corpus.checksum,
         "context": recipe.data.context,
