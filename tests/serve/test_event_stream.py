@@ -74,7 +74,7 @@ def test_tokens_in_front_of_one_that_fails_are_chunks(error: Exception) -> None:
             return [{"token": event.index}]
 
     async def watched(choices: Any) -> AsyncGenerator[Any, None]:
-        yield [(0, event) for event in (*events, Finished(reason="length"))]
+        yield [(0, [*events, Finished(reason="length")], 0.0)]
 
     handler: Any = SimpleNamespace(response=Response(), _watched=watched)
     made: list[Any] = []

@@ -23,7 +23,7 @@ from fathomlm.serve.errors import INTERNAL, ApiError, as_api_error, json_respons
 from fathomlm.serve.logs import LogEntry
 from fathomlm.serve.metrics import Metrics
 from fathomlm.serve.options import ServeOptions
-from fathomlm.serve.responses import ResponseFormat
+from fathomlm.serve.responses import Chunk, ResponseFormat
 
 FINAL_SEND_SECONDS = 5.0
 """Seconds in which a client has to take the message that its request took too long."""
@@ -33,6 +33,8 @@ GONE = Response(status_code=499)
 """Not sent: the client has disconnected."""
 
 T = TypeVar("T")
+Burst = tuple[int, list[Event], float]
+"""A choice, events of it that came together, and when; the end is the last one."""
 
 
 class ClientGone(Exception):
@@ -60,18 +62,17 @@ class Choices:
             raise error.exceptions[0] if isinstance(error, BaseExceptionGroup) else error from None
         return cls([task.result() for task in tasks], news)
 
-    async def events(self) -> AsyncGenerator[list[tuple[int, Event, float]], None]:
-        """Every event of every choice, with its choice and its time, in the order in which they came: together what came
-        together. A time is that of the engine's message, however slow the client is."""
+    async def bursts(self) -> AsyncGenerator[list[Burst], None]:
+        """The events of every choice in the order in which they came: together what came together. A time is that of the
+        engine's message, however slow the client is."""
         left = len(self._streams)
         while left:
-            bursts = [(at, index, events) for index, stream in enumerate(self._streams) for events, at in stream.take()]
-            if not bursts:
+            came = [(index, events, at) for index, stream in enumerate(self._streams) for events, at in stream.take()]
+            if not came:
                 await self._news.wait()
                 continue
-            came = [(index, event, at) for at, index, events in sorted(bursts, key=itemgetter(0)) for event in events]
-            left -= sum(isinstance(event, Finished) for _, event, _ in came)
-            yield came
+            left -= sum(isinstance(events[-1], Finished) for _, events, _ in came)
+            yield sorted(came, key=itemgetter(2))
 
     def result(self, index: int) -> Result:
         """Of a choice that has ended."""
@@ -151,18 +152,21 @@ class CompletionHandler:
         finally:
             choices.close()
 
-    async def chunks(self, choices: Choices) -> AsyncGenerator[list[dict[str, Any]], None]:
+    async def chunks(self, choices: Choices) -> AsyncGenerator[Sequence[Chunk], None]:
         """What is sent, together what can be sent at once: a write for each token would cost as much as the token."""
         response = self.response
         try:
             yield [chunk for index in range(len(response.requests)) for chunk in response.opening(index)]
             async with aclosing(self._watched(choices)) as watched:
-                async for events in watched:
-                    made: list[dict[str, Any]] = []
+                async for came in watched:
+                    made: list[Chunk] = []
                     try:
-                        for index, event in events:
-                            ended = isinstance(event, Finished)
-                            made += response.closing(index, choices.result(index)) if ended else response.token(index, event)
+                        for index, events, _ in came:
+                            for event in events:
+                                if isinstance(event, Finished):
+                                    made += response.closing(index, choices.result(index))
+                                else:
+                                    made += response.token(index, event)
                     except Exception:
                         yield made  # what came before it is sent
                         raise
@@ -171,18 +175,19 @@ class CompletionHandler:
         finally:
             choices.close()
 
-    async def _watched(self, choices: Choices) -> AsyncGenerator[list[Any], None]:
+    async def _watched(self, choices: Choices) -> AsyncGenerator[list[Burst], None]:
         """Events with their choice, each counted on its way."""
-        async with aclosing(choices.events()) as watched:
-            async for events in watched:
-                for index, event, at in events:
-                    if isinstance(event, Finished):
-                        self._ended(choices.result(index), at)
-                    else:
+        async with aclosing(choices.bursts()) as watched:
+            async for came in watched:
+                for index, events, at in came:
+                    tokens = [event for event in events if not isinstance(event, Finished)]
+                    if tokens:
                         request, model = self.response.requests[index], self.response.served.name
-                        self.metrics.observe(model, request, event, at, self._before.get(index))
+                        self.metrics.observe(model, request, tokens, at, self._before.get(index))
                         self._before[index] = at
-                yield [(index, event) for index, event, _ in events]
+                    if len(tokens) < len(events):
+                        self._ended(choices.result(index), at)
+                yield came
 
     def _ended(self, result: Result, at: float) -> None:
         self.metrics.ended(result, at)
@@ -233,7 +238,7 @@ class EventStream(Response):
                 async with _knocking(send, half_closed), aclosing(self._handler.chunks(self._choices)) as chunks:
                     async for made in chunks:
                         if made:
-                            await _send(send, b"".join(_event(to_json(chunk), chunk.get("type")) for chunk in made))
+                            await _send(send, b"".join(map(_chunk_event, made)))
         except TimeoutError:
             await self._send_error(send, late(self._handler.options))
         except ApiError as error:
@@ -252,9 +257,12 @@ class EventStream(Response):
             await _send(send, _event(to_json(error.record())))
 
 
+def _chunk_event(chunk: Chunk) -> bytes:
+    return _event(chunk) if isinstance(chunk, bytes) else _event(to_json(chunk), chunk.get("type"))
+
+
 def _event(data: bytes, kind: str | None = None) -> bytes:
-    named = b"" if kind is None else f"event: {kind}\n".encode()
-    return named + b"data: " + data + b"\n\n"
+    return b"data: %b\n\n" % data if kind is None else b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
 
 
 async def _send(send: Send, events: bytes) -> None:

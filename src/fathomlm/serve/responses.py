@@ -15,14 +15,19 @@ from fathomlm.engine.forward import prompt_logprobs
 from fathomlm.engine.request import Finished, Request, Result, TokenEvent, TokenLogprobs
 from fathomlm.errors import FathomError
 from fathomlm.serve.bodies import ChatBody, CompletionBody, RequestBody
-from fathomlm.serve.errors import INTERNAL, ApiError, as_api_error
+from fathomlm.serve.errors import INTERNAL, ApiError, as_api_error, to_json
 from fathomlm.serve.served_model import ServedModel
 from fathomlm.serve.tools import read_calls, shown
 
 LEAST_LOGPROB = -9999.0
 """What OpenAI writes for a token that cannot be; JSON has no infinity."""
 
+MARK = "\ue000"
+"""Stands for a token's text in a chunk that is made once for all of them."""
+
 Json = dict[str, Any]
+Chunk = Json | bytes
+"""What is sent at once, perhaps as JSON already."""
 
 
 def finish_reason(finished: Finished) -> str:
@@ -53,6 +58,8 @@ class ResponseFormat:
         self._depths = bool(body.fathom and body.fathom.depths)
         self._sent = [0] * len(requests)
         self._offsets = [0] * len(requests)
+        self._frames: dict[int, list[bytes]] = {}
+        """By choice: the JSON of a chunk that is but text, in front of the text and behind it."""
 
     async def prepare(self) -> None:
         """What has to be known before anything is sent, beside what the engine generates."""
@@ -91,8 +98,12 @@ class ResponseFormat:
     def opening(self, index: int) -> list[Json]:
         return []
 
-    def token(self, index: int, event: TokenEvent) -> list[Json]:
-        """The chunk of a token; none where it has nothing to show yet."""
+    def token(self, index: int, event: TokenEvent) -> Sequence[Chunk]:
+        """The chunk of a token; none where it has nothing to show yet. Most have a text and nothing else: their JSON is not
+        made anew for each token, which would take longer than all that the engine does for one."""
+        if event.logprob is None and self._only_text:
+            self._sent[index] += len(event.text)
+            return [to_json(event.text).join(self._frame_of_text(index))] if event.text else ()
         text = self._shown(index, event.text)
         self._sent[index] += len(text)
         details: Json = {}
@@ -105,6 +116,17 @@ class ResponseFormat:
         if not text and not details:
             return []
         return [self._chunk(index, self._piece(text), None, details)]
+
+    @property
+    def _only_text(self) -> bool:
+        """Whether tokens are shown as they come, and nothing but their text."""
+        return not self._depths
+
+    def _frame_of_text(self, index: int) -> list[bytes]:
+        if index not in self._frames:
+            chunk = self._chunk(index, self._piece(MARK), None, {})
+            self._frames[index] = to_json(chunk).rsplit(to_json(MARK), 1)
+        return self._frames[index]
 
     def closing(self, index: int, result: Result) -> list[Json]:
         """What was held back, and why the completion ended."""
@@ -229,6 +251,10 @@ class ChatFormat(ResponseFormat):
         self._calls = bool(body.tools) and body.tool_choice != "none"
         """Whether replies may have calls in them."""
         self._said = [""] * len(requests)
+
+    @property
+    def _only_text(self) -> bool:
+        return not self._calls and super()._only_text
 
     def _whole_choice(self, index: int, result: Result) -> Json:
         choice = super()._whole_choice(index, result)
