@@ -32,6 +32,13 @@ if TYPE_CHECKING:
 REQUIRED = ("fastapi", "uvicorn", "prometheus_client")
 
 
+def check_installed() -> None:
+    """Refuse to serve where the server's own packages are missing."""
+    missing = [name for name in REQUIRED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise OptionError(f"serving requires {', '.join(missing)}: pip install -c constraints.txt -e '.[serve]'")
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServedDepthOptions(ShippedExitOptions):
     """How deep tokens go, for every request."""
@@ -152,9 +159,7 @@ class Serve(QuantizeOptions, ModelOptions):
         return replace(self.engine, batch_size=batch_size, max_logprobs=MAX_LOGPROBS)
 
     def run(self) -> int:
-        missing = [name for name in REQUIRED if importlib.util.find_spec(name) is None]
-        if missing:
-            raise OptionError(f"serving requires {', '.join(missing)}: pip install -c constraints.txt -e '.[serve]'")
+        check_installed()
         from fathomlm.serve.options import bind
 
         options, engine = self.server_options, self.engine_options

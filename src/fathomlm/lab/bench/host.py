@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from fathomlm.cli.display import print_table, progress_bar
+from fathomlm.cli.serve import check_installed
 from fathomlm.decode.exiting import Threshold
 from fathomlm.decode.sampling import Sampling
 from fathomlm.depth import Architecture, DepthPlan, build_routing
@@ -32,6 +33,7 @@ from fathomlm.engine.request import Event, Request
 from fathomlm.engine.runner import Runner
 from fathomlm.engine.schedule import Placement
 from fathomlm.engine.sizing import BURST, ample_memory
+from fathomlm.lab.bench.asgi import Complete, streaming_client
 from fathomlm.lab.bench.models import random_model
 from fathomlm.lab.bench.options import Host
 from fathomlm.lab.bench.timed import StageClock, clock_methods
@@ -40,8 +42,9 @@ from fathomlm.lab.common import environment, optional
 from fathomlm.train.data.tokenizers import find_tokenizer
 
 PlanName = Literal["plain", "routed"]
-Listeners = Literal["none", "callback", "async"]
-"""Nobody waits for tokens before the end; a function is called with each burst; a task for each request, by asyncio."""
+Listeners = Literal["none", "callback", "async", "http"]
+"""Nobody waits for tokens before the end; a function is called with each burst; a task for each request, by asyncio; a
+streamed completion of the server's for each."""
 PLANS: dict[PlanName, DepthPlan] = {
     "plain": DepthPlan.vanilla(1),
     "routed": DepthPlan.build("middle-cycle", 3, 5).with_routing(build_routing("expert", 3)).with_kv("cache"),
@@ -159,8 +162,8 @@ def measure_host(
     sequences = engine.runner.sizes.max_sequences
     settle_heap()  # as `fathomlm serve` does
     try:
-        if listeners == "async":
-            total, loop = asyncio.run(_measure_front(engine, tokens))
+        if listeners in ("async", "http"):
+            total, loop = asyncio.run((_measure_front if listeners == "async" else _measure_server)(engine, tokens))
             parts = None
         else:
             total, parts = _measure_engine(engine, listeners == "callback", tokens)
@@ -235,21 +238,37 @@ def _measure_engine(engine: Engine, listens: bool, tokens: int) -> tuple[float, 
 
 
 async def _measure_front(engine: Engine, tokens: int) -> tuple[float, float]:
+    async with AsyncEngine(engine) as front:
+
+        async def complete(new: int) -> None:
+            async for _ in front.stream(front.request((0,), max_new_tokens=new, ignore_eos=True)):
+                pass
+
+        return await _measure_tasks(engine, tokens, complete)
+
+
+async def _measure_server(engine: Engine, tokens: int) -> tuple[float, float]:
+    async with streaming_client(engine) as complete:
+        return await _measure_tasks(engine, tokens, complete)
+
+
+async def _measure_tasks(engine: Engine, tokens: int, complete: Complete) -> tuple[float, float]:
     """All of it, and the event loop's part."""
     lengths, over = _lengths(engine), False
 
-    async def consume(front: AsyncEngine) -> None:
+    async def consume() -> None:
         while not over:
-            request = front.request((0,), max_new_tokens=next(lengths), ignore_eos=True)
-            async for _ in front.stream(request):
-                pass
+            await complete(next(lengths))
 
     async def reach(goal: int) -> None:
         while engine.totals.tokens < goal:
             await asyncio.sleep(0.005)
+            for task in consumers:
+                if task.done():
+                    task.result()  # raises what ended it
 
-    async with AsyncEngine(engine) as front:
-        consumers = [asyncio.create_task(consume(front)) for _ in range(engine.runner.sizes.max_sequences + 1)]
+    consumers = [asyncio.create_task(consume()) for _ in range(engine.runner.sizes.max_sequences + 1)]
+    try:
         await reach(tokens // 2)
         found = []
         for _ in range(ROUNDS):
@@ -258,6 +277,7 @@ async def _measure_front(engine: Engine, tokens: int) -> tuple[float, float]:
             many = engine.totals.tokens - begun
             spent = time.process_time() - process - (_null_seconds(engine) - null)
             found.append((spent / many * 1e6, (time.thread_time() - loop) / many * 1e6))
+    finally:
         over = True
         for task in consumers:
             task.cancel()
@@ -266,7 +286,8 @@ async def _measure_front(engine: Engine, tokens: int) -> tuple[float, float]:
 
 
 def run(options: Host) -> int:
-
+    if "http" in options.listeners:
+        check_installed()
     tokenizer = find_tokenizer(options.tokenizer)
     torch.set_num_threads(1)
     cases = list(itertools.product(options.plans, options.batch_sizes, options.listeners))

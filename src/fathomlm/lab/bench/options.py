@@ -249,7 +249,7 @@ class Host(JsonOptions):
     """Measure what the engine costs the host: microseconds of processor time per token over a device that does nothing. The
     engine, its scheduler and its asyncio front are real; tokens come at once, and no model runs. Without listeners, text is
     made when a request ends; a callback gets the tokens of each burst; async is a task for each request behind the asyncio
-    front."""
+    front; http is a streamed completion of the server's for each, in the same process and without sockets."""
 
     kind: ClassVar[str] = "host"
     batch_sizes: tuple[int, ...] = like(
@@ -260,7 +260,7 @@ class Host(JsonOptions):
         help="plain, or a mixture of three recursions, with twice as many sequences as tokens per pass",
     )  # fmt: skip
     listeners: tuple[str, ...] = option(
-        ("none", "callback", "async"), choices=("none", "callback", "async"), comma=True, metavar="NAME,...",
+        ("none", "callback", "async"), choices=("none", "callback", "async", "http"), comma=True, metavar="NAME,...",
         help="who waits for tokens",
     )  # fmt: skip
     stream_interval: int = like(EngineOptions, "stream_interval")
