@@ -1,0 +1,63 @@
+"""What `benchmarks/compress_smollm2.py` says of models with other tokens, and the text that `compress_corpus.py` picks."""
+
+from __future__ import annotations
+
+import json
+import lzma
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(autouse=True)
+def _benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+
+
+def model(vocab: int, loss: float, lambada: float, words: float, tokens: int) -> dict[str, Any]:
+    return {
+        "vocab": vocab, "loss": loss, "parameters": 100 * vocab, "flops_per_token": 7,
+        "text_tokens": {"wikitext2_raw": tokens},
+        "scores": {"lambada_openai": lambada, "wikitext2_raw": words},
+    }  # fmt: skip
+
+
+def test_losses_are_those_of_the_original_s_tokens() -> None:
+    from compress_smollm2 import TIMES, compare  # type: ignore[import-not-found]
+
+    original = model(49_152, 2.5, 0.4, 3.0, 1000)
+    small = compare(model(32_768, 2.6, 0.3, 3.1, 1030), original)
+    assert small["loss"] == pytest.approx(2.6 * TIMES[32_768])
+    assert small["loss_gap"] == pytest.approx(2.6 * TIMES[32_768] - 2.5, abs=1e-4)
+    assert small["scores"]["wikitext2_raw"] == pytest.approx(3.1 * 1.03)
+    assert (small["lambada_share"], small["own_loss"]) == (0.75, 2.6)
+    alike = compare(model(49_152, 2.6, 0.3, 3.1, 1000), original)
+    assert (alike["loss"], alike["loss_gap"], alike["scores"]["wikitext2_raw"]) == (2.6, 0.1, 3.1)
+    with pytest.raises(KeyError):
+        compare(model(24_576, 2.6, 0.3, 3.1, 1030), original)
+
+
+def test_a_share_of_the_characters_are_of_some_sources(tmp_path: Path) -> None:
+    sources = ("novels-100en", "elife", "standardebooks", "frus")
+    for shard in range(2):
+        with lzma.open(tmp_path / f"train-0{shard}.jsonl.xz", "wt", encoding="utf-8") as file:
+            for n in range(200):
+                row = {"id": f"{shard}-{n}", "source": sources[n % 4], "text": f"{shard} {n} " + "x" * 90}
+                file.write(json.dumps(row) + "\n")
+    out = tmp_path / "made" / "train.jsonl.xz"
+    command = [sys.executable, str(ROOT / "benchmarks" / "compress_corpus.py"), "--corpus", str(tmp_path), "--out", str(out)]
+    for _ in range(2):
+        subprocess.run([*command, "--share", "0.3", "--characters", "20000"], check=True, capture_output=True)
+        rows = [json.loads(line) for line in lzma.decompress(out.read_bytes()).splitlines()]
+        assert [path.name for path in out.parent.iterdir()] == [out.name]
+        total = sum(len(row["text"]) for row in rows)
+        novels = sum(len(row["text"]) for row in rows if row["source"] in ("novels-100en", "standardebooks"))
+        assert total == pytest.approx(20_000, rel=0.02)
+        assert novels / total == pytest.approx(0.3, abs=0.02)
+        assert len({row["id"] for row in rows}) == len(rows)
+    assert {row["text"][0] for row in rows} == {"0", "1"}, "of every shard"
