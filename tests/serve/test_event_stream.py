@@ -73,10 +73,10 @@ def test_tokens_in_front_of_one_that_fails_are_chunks(error: Exception) -> None:
                 raise error
             return [{"token": event.index}]
 
-    async def watched(choices: Any) -> AsyncGenerator[Any, None]:
-        yield [(0, [*events, Finished(reason="length")], 0.0)]
+    async def following(choices: Any) -> Any:
+        return [(0, [*events, Finished(reason="length")], 0.0)]
 
-    handler: Any = SimpleNamespace(response=Response(), _watched=watched)
+    handler: Any = SimpleNamespace(response=Response(), _next=following)
     made: list[Any] = []
 
     async def collect() -> None:

@@ -46,7 +46,7 @@ class Choices:
 
     def __init__(self, streams: Sequence[Stream], news: News) -> None:
         """`news` is told when events of any of the streams have come."""
-        self._streams, self._news = streams, news
+        self._streams, self._news, self._left = streams, news, len(streams)
 
     @classmethod
     async def submit(cls, engine: AsyncEngine, requests: Sequence[Request]) -> Choices:
@@ -62,17 +62,16 @@ class Choices:
             raise error.exceptions[0] if isinstance(error, BaseExceptionGroup) else error from None
         return cls([task.result() for task in tasks], news)
 
-    async def bursts(self) -> AsyncGenerator[list[Burst], None]:
-        """The events of every choice in the order in which they came: together what came together. A time is that of the
-        engine's message, however slow the client is."""
-        left = len(self._streams)
-        while left:
+    async def next_bursts(self) -> list[Burst]:
+        """What has come of every choice since, in the order in which it came, as soon as there is any; nothing once all have
+        ended. A time is that of the engine's message, however slow the client is."""
+        while self._left:
             came = [(index, events, at) for index, stream in enumerate(self._streams) for events, at in stream.take()]
-            if not came:
-                await self._news.wait()
-                continue
-            left -= sum(isinstance(events[-1], Finished) for _, events, _ in came)
-            yield sorted(came, key=itemgetter(2))
+            if came:
+                self._left -= sum(isinstance(events[-1], Finished) for _, events, _ in came)
+                return sorted(came, key=itemgetter(2))
+            await self._news.wait()
+        return []
 
     def result(self, index: int) -> Result:
         """Of a choice that has ended."""
@@ -146,7 +145,7 @@ class CompletionHandler:
     async def _whole(self) -> dict[str, Any]:
         choices = await self._submit()
         try:
-            async for _ in self._watched(choices):
+            while await self._next(choices):
                 pass
             return self.response.whole(choices.results())
         finally:
@@ -157,37 +156,36 @@ class CompletionHandler:
         response = self.response
         try:
             yield [chunk for index in range(len(response.requests)) for chunk in response.opening(index)]
-            async with aclosing(self._watched(choices)) as watched:
-                async for came in watched:
-                    made: list[Chunk] = []
-                    try:
-                        for index, events, _ in came:
-                            for event in events:
-                                if isinstance(event, Finished):
-                                    made += response.closing(index, choices.result(index))
-                                else:
-                                    made += response.token(index, event)
-                    except Exception:
-                        yield made  # what came before it is sent
-                        raise
-                    yield made
+            while came := await self._next(choices):
+                made: list[Chunk] = []
+                try:
+                    for index, events, _ in came:
+                        for event in events:
+                            if isinstance(event, Finished):
+                                made += response.closing(index, choices.result(index))
+                            else:
+                                made += response.token(index, event)
+                except Exception:
+                    yield made  # what came before it is sent
+                    raise
+                yield made
             yield [*response.counts(choices.results())]
         finally:
             choices.close()
 
-    async def _watched(self, choices: Choices) -> AsyncGenerator[list[Burst], None]:
-        """Events with their choice, each counted on its way."""
-        async with aclosing(choices.bursts()) as watched:
-            async for came in watched:
-                for index, events, at in came:
-                    tokens = [event for event in events if not isinstance(event, Finished)]
-                    if tokens:
-                        request, model = self.response.requests[index], self.response.served.name
-                        self.metrics.observe(model, request, tokens, at, self._before.get(index))
-                        self._before[index] = at
-                    if len(tokens) < len(events):
-                        self._ended(choices.result(index), at)
-                yield came
+    async def _next(self, choices: Choices) -> list[Burst]:
+        """What comes next of the choices, counted on its way."""
+        came = await choices.next_bursts()
+        for index, events, at in came:
+            tokens = [event for event in events if not isinstance(event, Finished)]
+            if tokens:
+                self.metrics.observe(
+                    self.response.served.name, self.response.requests[index], tokens, at, self._before.get(index)
+                )
+                self._before[index] = at
+            if len(tokens) < len(events):
+                self._ended(choices.result(index), at)
+        return came
 
     def _ended(self, result: Result, at: float) -> None:
         self.metrics.ended(result, at)
