@@ -378,9 +378,9 @@ class Lines:
         records = read_lines([path]) if path.exists() else []
         self._known = {self._key(record): record.get("many", 0) for record in records}
 
-    def has(self, *key: str, many: int = 0) -> bool:
-        """Whether a setting has its line, of so many timed texts."""
-        return self._known.get(key, -1) >= many
+    def has(self, kind: str, trained: Trained, label: str, many: int = 0) -> bool:
+        """Whether a setting has its line, of so many timed texts, by this model: one that was trained again has none."""
+        return self._known.get((kind, trained.name, trained.variant, trained.mark, label), -1) >= many
 
     def add(self, record: Record) -> None:
         with self._path.open("a", encoding="utf-8") as file:
@@ -389,8 +389,8 @@ class Lines:
         shown = {key: value for key, value in record.items() if key not in ("texts", "environment", "tokens_by_text")}
         print(shown, flush=True)
 
-    def _key(self, record: Record) -> tuple[str, ...]:
-        return record["kind"], record["task"], record["variant"], record["label"]
+    def _key(self, record: Record) -> tuple[str | None, ...]:
+        return record["kind"], record["task"], record["variant"], record.get("model"), record["label"]
 
 
 def read_lines(paths: list[Path]) -> list[Record]:
@@ -422,7 +422,7 @@ def decode_variant(args: argparse.Namespace, trained: Trained, lines: Lines, ove
     def decode_all(settings: list[Setting]) -> None:
         for setting, kind in ((setting, kind) for setting in settings for kind in sources):
             unasked = kind == VALIDATION and setting.label not in timed
-            if unasked or over() or lines.has(kind, args.task, trained.variant, setting.label):
+            if unasked or over() or lines.has(kind, trained, setting.label):
                 continue
             begin = time.perf_counter()
             texts = trained.decode(sources[kind], setting, args.batch, args.reference)
@@ -435,7 +435,7 @@ def decode_variant(args: argparse.Namespace, trained: Trained, lines: Lines, ove
     decode_all(fixed[part::parts])
     if trained.variant == MAIN and part == 0 and not over():
         found = trained.calibrated(args)
-        if not lines.has("calibration", args.task, trained.variant, "calibration"):
+        if not lines.has("calibration", trained, "calibration"):
             lines.add({"kind": "calibration", "label": "calibration", **head, **found})
         estimated = tuple(each["threshold"] for each in found["found"].values())
         found_now = settings_of(trained.task, trained.variant, trained.exits, estimated)
@@ -522,7 +522,7 @@ def speed_variant(args: argparse.Namespace, trained: Trained, lines: Lines) -> N
         return engines[key].text(source, new, threshold=setting.threshold)
 
     timed = speed_settings(task, variant, trained.exits)
-    left = [each for each in timed if not lines.has("speed", args.task, variant, each.label, many=len(sources))]
+    left = [each for each in timed if not lines.has("speed", trained, each.label, many=len(sources))]
     begun = time.perf_counter()
     for setting in left:
         for source in sources[:WARM_UPS]:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tarfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -127,21 +128,14 @@ def test_what_was_timed_in_some_turns_alone_is_timed_again(tmp_path: Path, monke
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     from free_tasks import Lines  # type: ignore[import-not-found]
 
-    key = ("speed", "translation", "calm", "static 5")
-    line = dict(zip(("kind", "task", "variant", "label"), key, strict=True))
+    calm = SimpleNamespace(name="translation", variant="calm", mark="first")
+    line = {"kind": "speed", "task": "translation", "variant": "calm", "model": "first", "label": "static 5"}
     Lines(tmp_path / "lines.jsonl").add(line | {"many": 25})
     lines = Lines(tmp_path / "lines.jsonl")
-    assert lines.has(*key)
-    assert not lines.has(*key, many=100)
+    assert lines.has("speed", calm, "static 5")
+    assert not lines.has("speed", calm, "static 5", many=100)
     lines.add(line | {"many": 100})
-    assert lines.has(*key, many=100)
-    assert not lines.has("texts", *key[1:])
-
-
-def test_there_must_be_time_to_train(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "benchmarks" / "free_tasks_run.py"), "translation", "--minutes", "1"]
-    command += ["--data", str(tmp_path), "--out", str(tmp_path / "out")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
-    assert done.returncode == 2
-    assert "--minutes must leave time for training" in done.stderr
-    assert not (tmp_path / "out").exists()
+    assert lines.has("speed", calm, "static 5", many=100)
+    assert not lines.has("texts", calm, "static 5")
+    calm.mark = "trained again"
+    assert not lines.has("speed", calm, "static 5")
