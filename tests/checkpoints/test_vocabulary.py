@@ -17,6 +17,7 @@ from transformers import AutoTokenizer, CanineTokenizer, PreTrainedTokenizerFast
 import fathomlm
 from fathomlm.checkpoints.assemble import ModelBase, replan
 from fathomlm.checkpoints.gguf import GGUFCheckpoint
+from fathomlm.checkpoints.reduced import KeptTokens
 from fathomlm.checkpoints.vocabulary import BytePairs, count_tokens, frequent_parts, pieces_more, trimmed_tokenizer
 from fathomlm.errors import DataError, OptionError
 from lab.analyze.tiny import model_of
@@ -70,7 +71,7 @@ def base(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture(scope="module")
 def kept(base: Any) -> list[int]:
-    return frequent_parts(ModelBase(base), count_tokens(TEXTS, TOKENIZER), MANY)
+    return frequent_parts(ModelBase(base), TOKENIZER, count_tokens(TEXTS, TOKENIZER), MANY)
 
 
 def test_text_whose_tokens_stay_is_read_as_before(base: Any, kept: list[int]) -> None:
@@ -135,7 +136,7 @@ def trimmed(seed: int, size: int) -> tuple[list[int], Any]:
     """Kept by chance, so that all kinds of tokens stay without others."""
     if (seed, size) not in TRIMMED:
         many = torch.randint(1000, (len(TOKENIZER),), generator=torch.Generator().manual_seed(seed))
-        kept = frequent_parts(ModelBase(with_tokenizer(TOKENIZER)), Counter(dict(enumerate(many.tolist()))), size)
+        kept = frequent_parts(ModelBase(with_tokenizer(TOKENIZER)), TOKENIZER, Counter(dict(enumerate(many.tolist()))), size)
         TRIMMED[seed, size] = kept, trimmed_tokenizer(TOKENIZER, kept)
     return TRIMMED[seed, size]
 
@@ -156,14 +157,17 @@ def test_frequent_tokens_stay_and_of_equal_ones_the_lower(base: Any) -> None:
     the, fox = (TOKENIZER.convert_tokens_to_ids(name) for name in ("Ġthe", "Ġfathoms"))
     least = len(BytePairs(TOKENIZER).symbols)
     parts = len({fox, *BytePairs(TOKENIZER).parts(fox)} - BytePairs(TOKENIZER).symbols)
-    assert fox in frequent_parts(ModelBase(base), Counter({fox: 2}), least + parts)
-    assert fox not in frequent_parts(ModelBase(base), Counter({fox: 2}), least + parts - 1), "it stays whole or not at all"
-    assert the in frequent_parts(ModelBase(base), Counter(), least + 20), "low ids are the commonest"
+    assert fox in frequent_parts(ModelBase(base), TOKENIZER, Counter({fox: 2}), least + parts)
+    assert fox not in frequent_parts(ModelBase(base), TOKENIZER, Counter({fox: 2}), least + parts - 1), (
+        "it stays whole or not at all"
+    )
+    assert the in frequent_parts(ModelBase(base), TOKENIZER, Counter(), least + 20), "low ids are the commonest"
 
 
 def test_a_text_is_longer_by_what_was_taken_apart(base: Any, kept: list[int]) -> None:
     counts = count_tokens(TEXTS, TOKENIZER)
-    share, times = pieces_more(TOKENIZER, kept, counts)
+    small_base = KeptTokens(ModelBase(base), kept, trimmed_tokenizer(TOKENIZER, kept))
+    share, times = pieces_more(TOKENIZER, small_base, counts)
     old = [TOKENIZER(text, add_special_tokens=False)["input_ids"] for text in TEXTS]
     small = trimmed_tokenizer(TOKENIZER, kept)
     new = [small(text, add_special_tokens=False)["input_ids"] for text in TEXTS]
@@ -227,7 +231,7 @@ def test_pieces_with_bytes_for_all_else(size: int) -> None:
     tokenizer = pieces()
     model = with_tokenizer(tokenizer)
     model.config.eos_token_id = tokenizer.eos_token_id
-    kept = frequent_parts(ModelBase(model), count_tokens(["the depth the depth fathom"], tokenizer), size)
+    kept = frequent_parts(ModelBase(model), tokenizer, count_tokens(["the depth the depth fathom"], tokenizer), size)
     small = trimmed_tokenizer(tokenizer, kept)
     assert sum(name.startswith("<0x") for name in small.get_vocab()) == 256
     same = 0

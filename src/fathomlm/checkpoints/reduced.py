@@ -15,7 +15,6 @@ of |W h - W' h_K|^2, with C the second moments of h and K the kept neurons. The 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from fathomlm.checkpoints.activations import Activations
 from fathomlm.checkpoints.assemble import BaseCheckpoint, TokenIds
 from fathomlm.checkpoints.tied import ROWS
 from fathomlm.depth import Architecture, DepthPlan
-from fathomlm.depth.dropping import check_repeat, repeated_layers, repeated_plan, with_neurons
+from fathomlm.depth.dropping import check_repeat, repeated_layers, repeated_plan, with_neurons, with_vocab
 from fathomlm.model.relax.lora import damped
 
 DOWN = "mlp.down"
@@ -86,16 +85,16 @@ class KeptTokens(_Reduced):
     """A base checkpoint with some of its tokens, numbered in their order, and the tokenizer of those."""
 
     def __init__(self, base: BaseCheckpoint, tokens: Sequence[int], tokenizer: Any) -> None:
-        super().__init__(base, replace(base.architecture, vocab=len(tokens)), DepthPlan.vanilla(base.architecture.layers))
+        super().__init__(base, with_vocab(base.architecture, len(tokens)), DepthPlan.vanilla(base.architecture.layers))
         numbers: dict[int | None, int] = {token: number for number, token in enumerate(tokens)}
         ids = base.tokens  # configurations also name ids that no token has
         eos = tuple(numbers[token] for token in ids.eos if token in numbers)
         self.tokens = TokenIds(bos=numbers.get(ids.bos), eos=eos, pad=numbers.get(ids.pad))
-        self._kept, self._tokenizer = torch.tensor(tokens), tokenizer
+        self.kept, self._tokenizer = tuple(tokens), tokenizer
 
     def tensor(self, name: str) -> Tensor:
         tensor = self.base.tensor(name)
-        return tensor[self._kept] if name in ("embed.weight", "head.weight") else tensor
+        return tensor[torch.tensor(self.kept)] if name in ("embed.weight", "head.weight") else tensor
 
     def tokenizer(self) -> Any:
         return self._tokenizer

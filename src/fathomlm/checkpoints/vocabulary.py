@@ -45,26 +45,18 @@ def trim_vocab(
 ) -> FathomModel:
     """A plain model with the `size` tokens that occur most often in some texts, and its tokenizer with those alone."""
     base = plain_base(model)
-    counts = count_tokens([texts] if isinstance(texts, str) else texts, tokenizer_of(base))
-    return with_tokens(base, frequent_parts(base, counts, size), dtype=dtype, device=device)
-
-
-def with_tokens(
-    base: BaseCheckpoint,
-    tokens: Sequence[int],
-    *,
-    dtype: torch.dtype | str | None = None,
-    device: torch.device | str = "cpu",
-) -> FathomModel:
-    """A base checkpoint's model with some of its tokens, which `frequent_parts` gave."""
-    small = KeptTokens(base, tokens, trimmed_tokenizer(tokenizer_of(base), tokens))
+    tokenizer = tokenizer_of(base)
+    counts = count_tokens([texts] if isinstance(texts, str) else texts, tokenizer)
+    tokens = frequent_parts(base, tokenizer, counts, size)
+    small = KeptTokens(base, tokens, trimmed_tokenizer(tokenizer, tokens))
     return load_base(small, parse_dtype(dtype), parse_device(device), "the model")
 
 
 def with_vocab_of(source: FathomModel | BaseCheckpoint | str | Path, tokenizer: Any) -> BaseCheckpoint:
     """A plain model with the tokens that a tokenizer has, which is its own without some of them."""
     base = plain_base(source)
-    own = BytePairs(tokenizer_of(base))
+    whole = tokenizer_of(base)
+    own = BytePairs(whole)
     numbers, vocab = {name: token for token, name in own.names.items()}, tokenizer.get_vocab()
     missing = [name for name in vocab if name not in numbers]
     missing += [own.names[token] for token in own.symbols if own.names[token] not in vocab]
@@ -74,7 +66,7 @@ def with_vocab_of(source: FathomModel | BaseCheckpoint | str | Path, tokenizer: 
             "`fathomlm convert --vocab`"
         )
     tokens = [numbers[name] for name in sorted(vocab, key=vocab.__getitem__)]
-    return KeptTokens(base, tokens, trimmed_tokenizer(tokenizer_of(base), tokens))
+    return KeptTokens(base, tokens, trimmed_tokenizer(whole, tokens))
 
 
 def tokenizer_of(base: BaseCheckpoint) -> Any:
@@ -106,11 +98,11 @@ def batches(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
         yield batch
 
 
-def frequent_parts(base: BaseCheckpoint, counts: Counter[int], size: int) -> list[int]:
-    """The `size` tokens that stay, as rising ids: special ones, single symbols, and those that occur most often, each with
-    the tokens that it is joined from. Of two that occur as often the lower id comes first: low ids of a byte-pair
-    tokenizer are its commonest."""
-    pairs = BytePairs(tokenizer_of(base))
+def frequent_parts(base: BaseCheckpoint, tokenizer: Any, counts: Counter[int], size: int) -> list[int]:
+    """The `size` tokens of a base and its tokenizer that stay, as rising ids: special ones, single symbols, and those that
+    occur most often, each with the tokens that it is joined from. Of two that occur as often the lower id comes first: low
+    ids of a byte-pair tokenizer are its commonest."""
+    pairs = BytePairs(tokenizer)
     known = set(pairs.names)
     kept, most = known & {*pairs.symbols, base.tokens.bos, *base.tokens.eos, base.tokens.pad}, len(known) - 1
     require(len(kept) <= size <= most, "vocab", f"from {len(kept):,} (special tokens, single symbols) to {most:,}", size)
@@ -125,13 +117,15 @@ def frequent_parts(base: BaseCheckpoint, counts: Counter[int], size: int) -> lis
     return sorted(kept)
 
 
-def pieces_more(tokenizer: Any, tokens: Collection[int], counts: Counter[int]) -> tuple[float, float]:
+def pieces_more(tokenizer: Any, small: KeptTokens, counts: Counter[int]) -> tuple[float, float]:
     """Of counted text, the share of tokens that stay, and how many times as many tokens it has without the others, each
     of which is taken apart by itself."""
-    backend, kept = trimmed_tokenizer(tokenizer, sorted(tokens)).backend_tokenizer, set(tokens)
-    pairs, total = BytePairs(tokenizer), counts.total()
+    pieces, kept, total = small.tokenizer().backend_tokenizer.model, set(small.kept), counts.total()
     gone = {token: count for token, count in counts.items() if token not in kept}
-    more = sum(count * (len(backend.model.tokenize(pairs.names[token])) - 1) for token, count in gone.items())
+    more = sum(
+        count * (len(pieces.tokenize(name)) - 1)
+        for name, count in zip(tokenizer.convert_ids_to_tokens(list(gone)), gone.values(), strict=True)
+    )
     return 1 - sum(gone.values()) / total, 1 + more / total
 
 

@@ -147,17 +147,18 @@ class Convert(ForceOptions, DtypeOptions, SeedOptions, JsonOptions):
                 f"--vocab cannot be combined with --{name.replace('_', '-')}; trim the vocabulary first, then convert the "
                 "result, which also teaches what is made of it"
             )
+        from fathomlm.checkpoints.assemble import load_base
+        from fathomlm.checkpoints.card import Conversion
         from fathomlm.checkpoints.native import save
-        from fathomlm.checkpoints.resolve import plain_base
-        from fathomlm.checkpoints.vocabulary import with_tokens
+        from fathomlm.checkpoints.resolve import parse_device, parse_dtype, plain_base
 
         begin = time.perf_counter()
         base = plain_base(self.model)
         kept = self.vocab.choose(base, size)
-        model = with_tokens(base, kept.tokens, dtype=self.dtype, device=self.device)
-        card = kept.card(self.model, base, model, self.out, shlex.join(["fathomlm", *sys.argv[1:]]))
-        save(model, self.out, self.force, card=card)
-        return self.answer(kept.record(self.model, base, model, self.out, time.perf_counter() - begin), show_trimmed)
+        model = load_base(kept.base, parse_dtype(self.dtype), parse_device(self.device), self.model)
+        made = Conversion(name=self.model, base=base.architecture, model=model)
+        save(model, self.out, self.force, card=kept.card(made, self.out, shlex.join(["fathomlm", *sys.argv[1:]])))
+        return self.answer(kept.record(made, self.out, time.perf_counter() - begin), show_trimmed)
 
     def _tying(self) -> dict[str, Any]:
         """What is asked of layers, by the names of `convert`."""

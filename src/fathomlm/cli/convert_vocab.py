@@ -15,7 +15,8 @@ from fathomlm.sizes import amount
 
 if TYPE_CHECKING:
     from fathomlm.checkpoints.assemble import BaseCheckpoint
-    from fathomlm.model.seq2seq import FathomModel
+    from fathomlm.checkpoints.card import Conversion
+    from fathomlm.checkpoints.reduced import KeptTokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,20 +41,29 @@ class VocabOptions:
 
     def choose(self, base: BaseCheckpoint, size: int) -> KeptVocab:
         """The tokens that stay, by the files' text."""
-        from fathomlm.checkpoints.vocabulary import count_tokens, frequent_parts, pieces_more, tokenizer_of
+        from fathomlm.checkpoints.reduced import KeptTokens
+        from fathomlm.checkpoints.vocabulary import (
+            count_tokens,
+            frequent_parts,
+            pieces_more,
+            tokenizer_of,
+            trimmed_tokenizer,
+        )
         from fathomlm.train.data.sources import expand
 
         tokenizer, sources = tokenizer_of(base), expand(list(self.vocab_from or ()))
         with progress_bar("counting tokens", unit="bytes") as update:
             counts = count_tokens(texts_of(sources, self.vocab_column, update), tokenizer)
-        tokens = frequent_parts(base, counts, size)
-        share, times = pieces_more(tokenizer, tokens, counts)
-        return KeptVocab(tokens=tokens, counted=counts.total(), share=share, times=times)
+        tokens = frequent_parts(base, tokenizer, counts, size)
+        small = KeptTokens(base, tokens, trimmed_tokenizer(tokenizer, tokens))
+        share, times = pieces_more(tokenizer, small, counts)
+        return KeptVocab(base=small, counted=counts.total(), share=share, times=times)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptVocab:
-    tokens: list[int]
+    base: KeptTokens
+    """The model with the tokens that stay."""
     counted: int
     """Tokens of the text that chose them."""
     share: float
@@ -61,8 +71,8 @@ class KeptVocab:
     times: float
     """How many times as many it has now."""
 
-    def card(self, name: str, base: BaseCheckpoint, model: FathomModel, out: Path, command: str) -> str:
-        from fathomlm.checkpoints.card import Conversion, model_card
+    def card(self, made: Conversion, out: Path, command: str) -> str:
+        from fathomlm.checkpoints.card import model_card
 
         small = shlex.quote(f"{out.name}-small")
         text = (
@@ -72,23 +82,22 @@ class KeptVocab:
             "To loop, drop or relax layers, convert this model. It is then the teacher of the result, since both have the "
             f"same tokens:\n\n```\nfathomlm convert {shlex.quote(str(out))} {small} --drop 4\n```"
         )
-        return model_card(Conversion(name=name, base=base.architecture, model=model), out, command, text)
+        return model_card(made, out, command, text)
 
-    def record(self, name: str, base: BaseCheckpoint, model: FathomModel, out: Path, seconds: float) -> dict[str, Any]:
-        from fathomlm.checkpoints.card import Conversion
+    def record(self, made: Conversion, out: Path, seconds: float) -> dict[str, Any]:
         from fathomlm.checkpoints.native import directory_bytes
         from fathomlm.checkpoints.resolve import dtype_name
 
-        shares = Conversion(name=name, base=base.architecture, model=model).shares
+        shares = made.shares
         return {
-            "model": name,
+            "model": made.name,
             "out": str(out),
-            "vocab": len(self.tokens),
-            "base_vocab": base.architecture.vocab,
+            "vocab": made.model.architecture.vocab,
+            "base_vocab": made.base.vocab,
             "counted_tokens": self.counted,
             "tokens_kept_share": round(self.share, 6),
             "tokens_times": round(self.times, 6),
-            "dtype": dtype_name(model),
+            "dtype": dtype_name(made.model),
             "bytes": directory_bytes(out),
             "bytes_share": round(shares[0], 4),
             "flops_share": round(shares[1], 4),

@@ -15,7 +15,7 @@ from fathomlm.cli.convert_vocab import VocabOptions
 from fathomlm.cli.display import print_table
 from fathomlm.cli.first import check_shape
 from fathomlm.depth import Architecture, DepthPlan, Relaxation, build_routing, cost
-from fathomlm.depth.dropping import DropOptions, kept_layers, with_neurons
+from fathomlm.depth.dropping import DropOptions, kept_layers, with_neurons, with_vocab
 from fathomlm.depth.options import PlanOptions, RelaxOptions, RoutingOptions
 from fathomlm.depth.plan import KVMode
 from fathomlm.depth.presets import PRESETS
@@ -51,11 +51,11 @@ class Inspect(JsonOptions):
     def run(self) -> int:
         planned = self.plan.planned
         architecture, own_plan, own_relaxation = _read(self.model)
-        if self.budget is not None:
-            return _compare(self, architecture, own_plan)
         whole = architecture
         if self.vocab is not None:
-            architecture = _with_vocab(self, architecture)
+            architecture = with_vocab(whole, self.vocab, "--vocab")
+        if self.budget is not None:
+            return _compare(self, architecture, whole, own_plan)
         if self.drop is not None:
             if own_plan is not None and own_plan.recursions > 1:
                 raise OptionError(f"--drop requires a plain model; {self.model} is recursive already")
@@ -134,7 +134,7 @@ def _read(model: str) -> tuple[Architecture, DepthPlan | None, Relaxation | None
     return architecture_of(model)
 
 
-def _compare(options: Inspect, architecture: Architecture, plan: DepthPlan | None) -> int:
+def _compare(options: Inspect, architecture: Architecture, whole: Architecture, plan: DepthPlan | None) -> int:
     """Candidate plans at a byte budget, in one table; relative figures are against the model as it is."""
     from fathomlm.depth.cost import candidates
 
@@ -146,11 +146,8 @@ def _compare(options: Inspect, architecture: Architecture, plan: DepthPlan | Non
         )
     if plan is not None and plan.recursions > 1:
         raise OptionError(f"--budget requires a plain model; {options.model} is recursive already")
-    if options.vocab is not None:
-        _with_vocab(options, architecture)
-    sharing = options.plan.sharing or "cycle"
-    found = candidates(architecture, options.budget, sharing, options.context, vocab=options.vocab)
-    base = cost.count(architecture, DepthPlan.vanilla(architecture.layers), context=options.context)
+    found = candidates(architecture, options.budget, options.plan.sharing or "cycle", options.context, whole=whole)
+    base = cost.count(whole, DepthPlan.vanilla(whole.layers), context=options.context)
     if options.json:
         rows = [{"options": each.options, **each.cost.to_dict(), "bytes_share": each.share(base)} for each in found]
         print(json.dumps({"model": options.model, "budget": options.budget, "candidates": rows}))
@@ -168,16 +165,10 @@ def _compare(options: Inspect, architecture: Architecture, plan: DepthPlan | Non
     )
     title = f"{options.model} in {options.budget:.0%} of its bytes"
     if options.vocab is not None:
-        title += f", with {options.vocab:,} of {architecture.vocab:,} tokens"
+        title += f", with {options.vocab:,} of {whole.vocab:,} tokens"
         caption += " Trim the vocabulary first (--vocab), then convert the result."
     print_table(table, title, caption=caption, dense=True)
     return 0
-
-
-def _with_vocab(options: Inspect, architecture: Architecture) -> Architecture:
-    if options.vocab is None or not options.vocab <= architecture.vocab:
-        raise OptionError(f"--vocab must be <= the model's vocabulary of {architecture.vocab:,}, got {options.vocab}")
-    return dataclasses.replace(architecture, vocab=options.vocab)
 
 
 def _exit_parameters(model: str, architecture: Architecture, plan: DepthPlan) -> int:

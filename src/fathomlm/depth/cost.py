@@ -287,12 +287,17 @@ class Candidate:
 
 
 def candidates(
-    architecture: Architecture, budget: float, sharing: str = "cycle", context: int = 2048, *, vocab: int | None = None
+    architecture: Architecture,
+    budget: float,
+    sharing: str = "cycle",
+    context: int = 2048,
+    *,
+    whole: Architecture | None = None,
 ) -> list[Candidate]:
-    """The fewest layers to drop, each number of loops that fits, and with it the highest rank that does; with so many tokens
-    of the model's `vocab`."""
-    limit = budget * count(architecture, DepthPlan.vanilla(architecture.layers)).parameters
-    architecture = architecture if vocab is None else dataclasses.replace(architecture, vocab=vocab)
+    """The fewest layers to drop, each number of loops that fits, and with it the highest rank that does. `whole` is the
+    model that the budget is a part of, where that has more tokens."""
+    whole = whole or architecture
+    limit = budget * count(whole, DepthPlan.vanilla(whole.layers)).parameters
     found = [*_dropped(architecture, limit, context), *_looped(architecture, limit, sharing, context)]
     if not found:
         raise OptionError(

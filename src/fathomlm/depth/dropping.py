@@ -84,6 +84,13 @@ def with_neurons(architecture: Architecture, neurons: int) -> Architecture:
     return dataclasses.replace(architecture, intermediate=neurons)
 
 
+def with_vocab(architecture: Architecture, vocab: int, name: str = "vocab") -> Architecture:
+    """The shape with so many of its tokens; `name` is what users call the number."""
+    if not 1 <= vocab <= architecture.vocab:
+        raise OptionError(f"{name} must be <= the model's vocabulary of {architecture.vocab:,}, got {vocab}")
+    return dataclasses.replace(architecture, vocab=vocab)
+
+
 def kept_layers(
     layers: int, drop: int, by: str | None = None, influence: Sequence[float] = (), order: Sequence[int] = ()
 ) -> tuple[int, ...]:

@@ -52,7 +52,7 @@ from fathomlm.train.student import (
     lay_plan,
     route_plan,
     scratch_architecture,
-    with_vocab,
+    trimmed,
 )
 
 MOST_WIDTHS = 4
@@ -213,7 +213,7 @@ def _with_its_vocab(source: str, model: ModelRecipe, corpus: Corpus) -> str | Ba
     """A source, or what it is with the corpus' tokens alone."""
     if model.vocab is None:
         return source
-    with_vocab(model, *architecture_of(source)[:2])
+    trimmed(model, *architecture_of(source)[:2])
     if model.vocab != corpus.manifest.vocab:
         raise OptionError(
             f"model.vocab must be that of the corpus' tokenizer, {corpus.manifest.vocab:,}, got {model.vocab:,}"

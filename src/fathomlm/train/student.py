@@ -10,7 +10,15 @@ from fathomlm.checkpoints.planned import Start
 from fathomlm.checkpoints.resolve import architecture_of, encoder_of
 from fathomlm.checkpoints.tying import CALIBRATED
 from fathomlm.depth import Architecture, DepthPlan, ExitParts, Relaxation
-from fathomlm.depth.dropping import MEASURED, check_repeat, kept_layers, repeated_layers, repeated_plan, with_neurons
+from fathomlm.depth.dropping import (
+    MEASURED,
+    check_repeat,
+    kept_layers,
+    repeated_layers,
+    repeated_plan,
+    with_neurons,
+    with_vocab,
+)
 from fathomlm.depth.presets import T5_FAMILIES, with_t5_traits
 from fathomlm.depth.relaxation import RELAXATIONS, build_relaxation, check_fits
 from fathomlm.errors import OptionError
@@ -79,7 +87,7 @@ def read_student(recipe: Recipe, *, foresee: bool = False, source: StudentSpec |
             raise OptionError(
                 f"model.calibrate requires a decoder-only model; a {architecture.family} decoder has an encoder"
             )
-        architecture = with_vocab(model, architecture, own_plan)
+        architecture = trimmed(model, architecture, own_plan)
         if model.drop is not None:
             architecture, own_plan = dropped(model, architecture), None
         if model.repeat is not None:
@@ -127,21 +135,19 @@ def read_teacher(recipe: Recipe, *, foresee: bool = False) -> StudentSpec | None
     if recipe.loss.distill is None:
         return None
     architecture, plan, relaxation = read_source(recipe.loss.distill.source, foresee=foresee)
-    architecture = with_vocab(recipe.model, architecture, plan)
+    architecture = trimmed(recipe.model, architecture, plan)
     encoder = encoder_of(recipe.loss.distill.source) if architecture.cross else None
     plan = plan or DepthPlan.vanilla(architecture.layers)
     return StudentSpec(architecture=architecture, plan=plan, relaxation=relaxation, encoder=encoder)
 
 
-def with_vocab(model: ModelRecipe, architecture: Architecture, plan: DepthPlan | None) -> Architecture:
+def trimmed(model: ModelRecipe, architecture: Architecture, plan: DepthPlan | None) -> Architecture:
     """The shape with as many tokens as a recipe keeps."""
     if model.vocab is None:
         return architecture
     if architecture.cross or (plan is not None and not plan.plain):
         raise OptionError("model.vocab requires plain decoder-only models as model.source and as the teacher")
-    if model.vocab > architecture.vocab:
-        raise OptionError(f"model.vocab must be <= the model's vocabulary of {architecture.vocab:,}, got {model.vocab:,}")
-    return dataclasses.replace(architecture, vocab=model.vocab)
+    return with_vocab(architecture, model.vocab, "model.vocab")
 
 
 def lay_plan(model: ModelRecipe, architecture: Architecture) -> tuple[DepthPlan, Relaxation | None]:
