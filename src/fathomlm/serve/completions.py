@@ -33,7 +33,7 @@ GONE = Response(status_code=499)
 """Not sent: the client has disconnected."""
 
 T = TypeVar("T")
-Burst = tuple[int, list[Event], float]
+ChoiceBurst = tuple[int, list[Event], float]
 """A choice, events of it that came together, and when; the end is the last one."""
 
 
@@ -62,7 +62,7 @@ class Choices:
             raise error.exceptions[0] if isinstance(error, BaseExceptionGroup) else error from None
         return cls([task.result() for task in tasks], news)
 
-    async def next_bursts(self) -> list[Burst]:
+    async def next_bursts(self) -> list[ChoiceBurst]:
         """What has come of every choice since, in the order in which it came, as soon as there is any; nothing once all have
         ended. A time is that of the engine's message, however slow the client is."""
         while self._left:
@@ -173,7 +173,7 @@ class CompletionHandler:
         finally:
             choices.close()
 
-    async def _next(self, choices: Choices) -> list[Burst]:
+    async def _next(self, choices: Choices) -> list[ChoiceBurst]:
         """What comes next of the choices, counted on its way."""
         came = await choices.next_bursts()
         for index, events, at in came:
