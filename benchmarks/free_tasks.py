@@ -478,7 +478,7 @@ def speed_settings(task: Task, variant: str, exits: tuple[int, ...]) -> list[Set
     if len(exits) > 1:
         found += [Setting(f"static {layer}", "static", None, (layer,)) for layer in task.timed_statics if layer in exits]
         found += lone(task, exits)
-        copied = (0.9, 0.7, 0.5, 0.3) if variant == CALM else ()
+        copied = (0.9, 0.7, 0.5, 0.3, 0.2) if variant == CALM else ()
         return found + [Setting(f"state-copy {t:g}", "state-copy", t, exits) for t in copied]
     if exits:
         found += [Setting(f"static {exits[0]}", "static", None, exits)]
