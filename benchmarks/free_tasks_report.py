@@ -7,8 +7,9 @@ are 95 %, from 1,000 draws of the test texts with replacement; differences are b
 under the same draws. The fastest setting that keeps 99 % is chosen among many by the texts that it is judged by, so it is
 also chosen by every other text and judged by the rest, and, where validation texts were decoded, by those; beside it stands
 the fastest whose whole interval is above 99 %. It is one of the first seed's models; what other seeds' keep is beside it. A
-model's full decoding, which speeds are against, is timed once; models of equal depth do the same work, so speeds are given
-against the fastest of theirs too. The record that is kept has no texts but two of each setting; the lines of its models are
+model's full decoding is timed once, and a stall of the machine may be in it. Models of equal depth do the same work, so what
+counts is the speed against the fastest of theirs that was timed on the same day (`speedup_at_99`); that against the model's
+own stands beside it, unless its own was slower than that by more than STALLED. The record that is kept has no texts but two of each setting; the lines of its models are
 in free_tasks_h200_lines.jsonl.xz, for variants that are measured later to stand beside. A variant that was trained again
 replaces itself: of the lines of its models only the last one's count, so name the kept lines first. `--keep-lines` writes
 those that count.
@@ -46,6 +47,8 @@ DRAWS = 1000
 ORDERS = 4
 KEPT = 0.99
 """The part of full decoding's quality that a setting is to keep."""
+STALLED = 1.25
+"""Times the fastest full decoding of its depth and day: slower ones were disturbed."""
 DECODINGS = ("full", "static", "parallel", "state-copy", "speculative")
 """Whose speed is of interest, as far as it was measured."""
 PLAIN = "plain"
@@ -105,11 +108,12 @@ class Best:
     """A setting that was chosen by its speed per token."""
 
     speedup: float
-    against_fastest: float | None
+    """Against the fastest full decoding of its depth and day."""
+    against_own: float | None
     setting: str
 
     def __str__(self) -> str:
-        rest = "" if self.against_fastest is None else f" ({self.against_fastest:.2f} against the fastest full)"
+        rest = "" if self.against_own is None else f" ({self.against_own:.2f} against its own model's full decoding)"
         return f"{self.setting}, {self.speedup:.2f} times per token{rest}"
 
 
@@ -142,10 +146,11 @@ class TaskResults:
         found = self.texts.get((variant, "full"))
         return None if found is None else float(found.record["mean_exit_layer"])
 
-    def fastest_full(self, variant: str) -> Record | None:
-        """The fastest full decoding among models as deep as this one."""
+    def fastest_full(self, variant: str, day: str) -> Record | None:
+        """The fastest full decoding that was timed on a day, among models as deep as this one."""
         depth = self.depth_of(variant)
-        found = [r for (own, label), r in self.speeds.items() if label == "full" and self.depth_of(own) == depth]
+        fulls = [(own, r) for (own, label), r in self.speeds.items() if label == "full" and day_of(r) == day]
+        found = [record for own, record in fulls if self.depth_of(own) == depth]
         return min(found, key=lambda record: record["ms_per_token"], default=None)
 
     def score(self, variant: str, label: str) -> str:
@@ -172,21 +177,30 @@ class TaskResults:
         return own.score / max(full.score, 1e-9), float(low), float(high)
 
     def speedup(self, variant: str, label: str, per: str) -> float | None:
-        """Against the same model's full decoding, per token or per text; full decoding against the reference's."""
+        """Against the same model's full decoding, per token or per text, if that was not disturbed; full decoding against the
+        reference's of the same day."""
         own = self.speeds.get((variant, label))
-        full = self.speeds.get((variant if label != "full" else self.reference, "full"))
-        return None if own is None or full is None else round(full[f"ms_per_{per}"] / own[f"ms_per_{per}"], 3)
+        model = variant if label != "full" else self.reference
+        full = self.speeds.get((model, "full"))
+        if own is None or full is None or day_of(full) != day_of(own):
+            return None
+        fastest = self.fastest_full(model, day_of(full))
+        if fastest is not None and full["ms_per_token"] > STALLED * fastest["ms_per_token"]:
+            return None
+        return round(full[f"ms_per_{per}"] / own[f"ms_per_{per}"], 3)
 
     def against_fastest(self, variant: str, label: str) -> float | None:
-        """Speedup per token against the fastest full decoding of its depth; of full decoding, of the reference's depth."""
+        """Speedup per token against the fastest full decoding of its depth and day; of full decoding, of the reference's
+        depth."""
         own = self.speeds.get((variant, label))
-        full = self.fastest_full(variant if label != "full" else self.reference)
+        model = variant if label != "full" else self.reference
+        full = None if own is None else self.fastest_full(model, day_of(own))
         return None if own is None or full is None else round(full["ms_per_token"] / own["ms_per_token"], 3)
 
     def best_at_99(self, *, surely: bool = False) -> Best | None:
         """The fastest setting, per token, that keeps KEPT of its own full decoding's quality; `surely`: by its interval."""
         found = self._fastest(lambda variant, label: (self.kept(variant, label) or (0.0, 0.0))[1 if surely else 0])
-        return None if found is None else Best(found[0], self.against_fastest(*found[1]), ", ".join(found[1]))
+        return None if found is None else Best(found[0], self.speedup(*found[1], "token"), ", ".join(found[1]))
 
     def best_of_halves(self) -> list[Record]:
         """The same, chosen by half of the texts, with what it keeps of the other half."""
@@ -235,12 +249,17 @@ class TaskResults:
         """Of the first seed's models; `verifies`: what checks its drafts keeps everything, and is not asked."""
         found = []
         for variant, label in self.speeds:
-            faster = self.speedup(variant, label, "token")
+            faster = self.against_fastest(variant, label)
             if label == "full" or trained_as(variant) != variant or faster is None:
                 continue
             if (verifies and label.startswith("speculative")) or kept(variant, label) >= KEPT:
                 found.append((faster, (variant, label)))
         return max(found, default=None)
+
+
+def day_of(line: Record) -> str:
+    """When it was timed: another day's machine, and another day's engine, is not compared with it."""
+    return str(line["environment"]["date"])
 
 
 def read_results(data: Path, files: list[Path]) -> tuple[dict[str, TaskResults], Record]:
@@ -353,7 +372,7 @@ def trainings(task: TaskResults) -> Table:
                 rows.append([variant, label, f"{own} {TASKS[task.name].metric}", "-", "-", "-"])
                 continue
             checked = [found[0] for name in names if (found := task.kept(name, label, validation=True)) is not None]
-            faster = [found for name in names if (found := task.speedup(name, label, "token")) is not None]
+            faster = [found for name in names if (found := task.against_fastest(name, label)) is not None]
             speeds = ", ".join(f"{each:.2f}" for each in faster)
             rows.append([variant, label, percents(kept), percents([fmean(kept)]), percents(checked), speeds])
     return rows
@@ -384,7 +403,7 @@ def distilled(task: TaskResults, names: Iterable[str], *, own_full: bool = False
 
 
 def speeds(task: TaskResults) -> Table:
-    measured = ["kept", "99 %", "left early", "ms a token", "per token", "per text", "per token, against the fastest full"]
+    measured = ["kept", "99 %", "left early", "timed on", "ms a token", "per token", "per text", "against the fastest full"]
     rows = [["variant", "decoding", TASKS[task.name].metric, *measured]]
     decoded = [key for key in task.texts if key not in task.speeds and key[1].split()[0] in DECODINGS and "," not in key[1]]
     for variant, label in [*task.speeds, *decoded]:
@@ -399,7 +418,7 @@ def speeds(task: TaskResults) -> Table:
             "-" if kept is None else "yes" if kept[0] >= KEPT else "no",
             f"{(found or task.texts[variant, label].record)['exit_rate']:.1%}",
         ]
-        times = [None if found is None else f"{found['ms_per_token']:.3f}", *faster]
+        times = [*((None, None) if found is None else (day_of(found), f"{found['ms_per_token']:.3f}")), *faster]
         shown = ["-" if each is None else each if isinstance(each, str) else f"{each:.2f}" for each in times]
         rows.append([variant, label, *cells, *shown])
     return rows
@@ -489,10 +508,11 @@ def page(results: dict[str, TaskResults], where: Record) -> str:
         "there is a NAME-seed1. Behind a score stands its difference from the setting it is compared with, and the 95 %",
         "interval of that difference over draws of the test texts. It says how much the texts decide, not how much",
         "another training run would. *Kept* is the part of the same model's full decoding's score. Full decoding is timed",
-        "once a model, and models of equal depth do the same work: where theirs differ, that is noise, and the last",
-        "column has all speeds against the fastest of them. CALM's threshold T is 0.9 T + 0.1 exp(-4 i / N) at token i of",
-        "at most N, so that 0 does not let every token leave. `parallel 0.1 at 5` has layer 5 as the one exit of a model",
-        "with many.",
+        "once a model, and models of equal depth do the same work: where theirs differ, that is noise. So the last column,",
+        "which is the one that counts, has all speeds against the fastest of them on the same day; where a model's own was",
+        f"{STALLED} times slower than that, it was disturbed, and nothing is compared with it. CALM's threshold T is",
+        "0.9 T + 0.1 exp(-4 i / N) at token i of at most N, so that 0 does not let every token leave. `parallel 0.1 at 5`",
+        "has layer 5 as the one exit of a model with many.",
     ]
     for name, task in results.items():
         many = len(next(iter(task.texts.values())).record["texts"]) if task.texts else 0
@@ -555,7 +575,7 @@ def kept_record(results: dict[str, TaskResults], where: Record) -> Record:
         own: Record = {
             "speedup_at_99": None if best is None else best.speedup,
             "best_at_99": None if best is None else best.setting,
-            "speedup_at_99_against_fastest_full": None if best is None else best.against_fastest,
+            "speedup_at_99_against_its_own_full": None if best is None else best.against_own,
             "with_the_interval_above_99": None if sure is None else asdict(sure),
             "chosen_by_half_of_the_texts": task.best_of_halves(),
             "chosen_by_validation": task.best_of_validation(),
@@ -577,6 +597,7 @@ def kept_record(results: dict[str, TaskResults], where: Record) -> Record:
         for (variant, label), found in task.speeds.items():
             counts = {k: v for k, v in found.items() if k not in ("environment", "kind", "task")}
             faster = {f"speedup_per_{per}": task.speedup(variant, label, per) for per in ("token", "text")}
+            faster |= {"speedup_against_fastest_full": task.against_fastest(variant, label), "day": day_of(found)}
             own["speed"][f"{variant}, {label}"] = counts | faster
         if task.calibration is not None:
             own["calibration"] = {k: v for k, v in task.calibration.items() if k not in ("environment", "kind", "task")}

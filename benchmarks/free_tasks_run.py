@@ -287,7 +287,8 @@ class TaskRun:
             return True
         for name, found in record["speed"].items():
             kept = (record["settings"].get(name) or {}).get("kept") or ["-"]
-            self.say(f"{name}: {found['ms_per_token']} ms, {found['speedup_per_token']} times per token, kept {kept[0]}")
+            faster = found["speedup_against_fastest_full"]
+            self.say(f"{name}: {found['ms_per_token']} ms, {faster} times per token, kept {kept[0]}")
         self.say("fastest at 99 %:", record["speedup_at_99"], record["best_at_99"])
         return True
 

@@ -43,9 +43,9 @@ def test_half_precision_and_sampling_run(mode: str) -> None:
     assert all(len(result.tokens) == NEW for result in first)
 
 
-def test_engines_of_one_process_may_compile_again(monkeypatch: pytest.MonkeyPatch) -> None:
+@torch._dynamo.config.patch(recompile_limit=1)  # pytest's monkeypatch would delete the setting when it takes it back
+def test_engines_of_one_process_may_compile_again() -> None:
     """A notebook makes many engines: what they compile has the same code, and dynamo limits how often that is compiled."""
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
     model, setting = deepcopy(build("lora")).to(CUDA), exiting("lora", "parallel", threshold=mixing_threshold("lora"))
     wanted = tokens(generate(build("lora"), PROMPTS[:1], max_new_tokens=NEW, exiting=setting))
     for stack in (4, 8):

@@ -19,9 +19,18 @@ SAID = [f"{first} {second} and {third} near the {fourth}" for first, second, thi
 )]  # fmt: skip
 
 
-def line(kind: str, label: str, *, wrong: int = 0, ms: float = 1.0, model: str | None = "new", variant: str = "calm") -> Any:
+def line(
+    kind: str,
+    label: str,
+    *,
+    wrong: int = 0,
+    ms: float = 1.0,
+    model: str | None = "new",
+    variant: str = "calm",
+    day: str = "today",
+) -> Any:
     """A line of `decode` or `speed`; so many of its texts, from the first on, are wrong."""
-    head = {"kind": kind, "task": "translation", "variant": variant, "label": label, "environment": {"date": "today"}}
+    head = {"kind": kind, "task": "translation", "variant": variant, "label": label, "environment": {"date": day}}
     head |= {} if model is None else {"model": model}
     if kind == "speed":
         return head | {"ms_per_token": ms, "ms_per_text": 10 * ms, "exit_rate": 0.5}
@@ -76,6 +85,28 @@ def test_what_many_exits_keep_by_every_training_and_by_validation(report: Any, d
     text = report.page(results, where | {"device": "none", "torch": "none"})
     assert f"| calm | static 5 | 100.0, {100 * second:.1f} % |" in text
     assert "Chosen by 6 validation texts, of calm, calm-seed1: calm, static 6, 1.50 times, keeps 100.0 % of theirs" in text
+
+
+def test_speeds_are_against_the_fastest_full_decoding_of_the_day(report: Any, data: Path, tmp_path: Path) -> None:
+    """A stall in one model's full decoding makes none of its settings fast, nor does another day's slower machine."""
+    pytest.importorskip("sacrebleu")
+    lines = [
+        line("texts", label, variant=variant) for variant in ("stalled", "other", "before") for label in ("full", "static 5")
+    ]
+    times = {("stalled", "full"): 9.0, ("stalled", "static 5"): 0.6, ("other", "full"): 1.0, ("other", "static 5"): 0.5}
+    lines += [line("speed", label, ms=ms, variant=variant) for (variant, label), ms in times.items()]
+    yesterday = {"full": 2.1, "static 5": 1.0}
+    lines += [line("speed", label, ms=ms, variant="before", day="yesterday") for label, ms in yesterday.items()]
+    write_jsonl(tmp_path / "lines.jsonl", lines)
+    results, where = report.read_results(data, [tmp_path / "lines.jsonl"])
+    task = results["translation"]
+    assert task.speedup("stalled", "static 5", "token") is None
+    assert task.against_fastest("stalled", "static 5") == 1.667
+    assert task.speedup("other", "static 5", "token") == task.against_fastest("other", "static 5") == 2.0
+    assert task.against_fastest("before", "static 5") == 2.1
+    record = report.kept_record(results, where)["translation"]
+    assert (record["best_at_99"], record["speedup_at_99"]) == ("before, static 5", 2.1)
+    assert record["speedup_at_99_against_its_own_full"] == 2.1
 
 
 def test_the_lines_that_count_are_kept(
