@@ -7,12 +7,12 @@ are 95 %, from 1,000 draws of the test texts with replacement; differences are b
 under the same draws. The fastest setting that keeps 99 % is chosen among many by the texts that it is judged by, so it is
 also chosen by every other text and judged by the rest, and, where validation texts were decoded, by those; beside it stands
 the fastest whose whole interval is above 99 %. It is one of the first seed's models; what other seeds' keep is beside it. A
-model's full decoding is timed once, and a stall of the machine may be in it. Models of equal depth do the same work, so what
-counts is the speed against the fastest of theirs that was timed on the same day (`speedup_at_99`); that against the model's
-own stands beside it, unless its own was slower than that by more than STALLED. The record that is kept has no texts but two of each setting; the lines of its models are
-in free_tasks_h200_lines.jsonl.xz, for variants that are measured later to stand beside. A variant that was trained again
-replaces itself: of the lines of its models only the last one's count, so name the kept lines first. `--keep-lines` writes
-those that count.
+model's full decoding is timed once, and a stall of the machine may be in it. Models of equal depth do the same work, so
+what counts is the speed against the fastest of theirs that was timed on the same day (`speedup_at_99`); that against the
+model's own stands beside it, unless its own was slower than that by more than STALLED. The record that is kept has no texts
+but two of each setting; the lines of its models are in free_tasks_h200_lines.jsonl.xz, for variants that are measured later
+to stand beside. A variant that was trained again replaces itself: of the lines of its models only the last one's count, so
+name the kept lines first. `--keep-lines` writes those that count.
 """
 
 from __future__ import annotations
@@ -177,8 +177,8 @@ class TaskResults:
         return own.score / max(full.score, 1e-9), float(low), float(high)
 
     def speedup(self, variant: str, label: str, per: str) -> float | None:
-        """Against the same model's full decoding, per token or per text, if that was not disturbed; full decoding against the
-        reference's of the same day."""
+        """Against the same model's full decoding, per token or per text, if that was not disturbed; full decoding against
+        the reference's of the same day."""
         own = self.speeds.get((variant, label))
         model = variant if label != "full" else self.reference
         full = self.speeds.get((model, "full"))
