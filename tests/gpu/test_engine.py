@@ -22,8 +22,10 @@ from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.full import Session, generate
 from fathomlm.decode.sampling import Sampling
 from fathomlm.depth import Architecture, DepthPlan, build_routing
+from fathomlm.engine import burst_length
 from fathomlm.engine.engine import Engine
 from fathomlm.engine.request import Request
+from fathomlm.engine.runner import Runner
 from fathomlm.engine.sampler import Mode, SamplerState, sample
 from fathomlm.engine.session import EngineSession
 from fathomlm.kernels.paged_write import FLOAT8
@@ -341,3 +343,22 @@ def test_captured_prompts_say_what_the_reference_says(mode: str) -> None:
         assert [r.tokens for r in found] == wanted
     assert engine.runner.short_prefill is not None
     assert engine.runner.short_prefill._graphs
+
+
+@pytest.mark.parametrize("name", ["whole", "routed"])
+def test_longer_bursts_choose_the_same_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the host is slower than the device; sometimes it is, sometimes not."""
+    looks, lengths = iter(range(10_000)), set[int]()
+    monkeypatch.setattr(burst_length, "LATE", 1)
+    monkeypatch.setattr(burst_length, "PATIENCE", 3)
+    monkeypatch.setattr(Runner, "idle", property(lambda runner: next(looks) % 9 < 5))
+    model = CASES[name][0]()
+    prompts = 3 * many(model)
+    wanted = [result.tokens for result in generate(model, prompts, max_new_tokens=36 - max(map(len, prompts)))]
+    engine = Engine(on_gpu(model), compile=False, **SIZES)
+    assert engine.runner.sizes.longest_burst == 4 * engine.runner.sizes.burst
+    launch = engine.runner.launch_burst
+    monkeypatch.setattr(engine.runner, "launch_burst", lambda steps, *rest: (lengths.add(steps), launch(steps, *rest))[1])
+    found = engine.generate(prompts, max_new_tokens=36 - max(map(len, prompts)))
+    assert [tuple(result.tokens) for result in found] == wanted
+    assert {4, 8} <= lengths

@@ -21,6 +21,7 @@ from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.prompts import Prompt, encode_prompts, end_tokens, start_token
 from fathomlm.decode.sampling import Sampling
 from fathomlm.decode.text import ByteTextStream, TextStream, TokenTable
+from fathomlm.engine.burst_length import BurstLength
 from fathomlm.engine.chosen_passes import ChosenPasses
 from fathomlm.engine.drafting import DraftControl, TimedBurst
 from fathomlm.engine.options import EngineOptions
@@ -95,6 +96,7 @@ class Engine:
         self._in_slot: list[Sequence | None] = [None] * (sizes.max_sequences + 1)  # the last is for rows of no sequence
         full = plan.unrolled_layers if self._kind == "exits" or self.runner.exits else 0
         self._records = SlotRecords(self.runner.layout, sizes.max_sequences, sizes.max_length, plan.recursions, full)
+        self._length = BurstLength(sizes.burst, sizes.longest_burst)
         self._in_flight: deque[int] = deque()
         self._bursts: deque[int] = deque(maxlen=sizes.lag)
         """Decode steps of the last bursts: those that the device may be ahead."""
@@ -216,12 +218,12 @@ class Engine:
         looks: where there are no others, that is after every step."""
         placed = self.scheduler.placed
         alone = bool(placed) and all(sequence.matcher is not None for sequence in placed)
-        burst = 1 if alone else self.runner.sizes.burst
         behind = 0 if alone else sum(self._bursts)
         self._collect_first(len(self._in_flight) - behind)
         if not self._sequences:
             self._collect_chosen()
             self._collect_first(len(self._in_flight))
+        burst = 1 if alone else self._burst()
         scheduled = self.scheduler.schedule()
         self.runner.apply(scheduled)
         self._note(scheduled)
@@ -249,11 +251,19 @@ class Engine:
             self._collect_chosen()
             self._collect_first(1)
 
+    def _burst(self) -> int:
+        """How many decode steps come next, where the sequences need as many. Pages for them are scheduled behind this."""
+        length = self._length
+        watched = bool(self._in_flight) and length.most > length.least
+        if watched and length.observe(self.runner.idle, self.scheduler.roomy):
+            self.scheduler.lookahead = self.runner.sizes.lookahead_for(length.steps)
+        return length.steps
+
     def _steps_needed(self) -> int:
         """How many decode steps the sequences will need beyond those in flight: each has a token of as many as there are
         rows, or with drafts about as many as of late. 0 where it is better to wait for what those in flight bring."""
         if self._pace is None:
-            return self.runner.sizes.burst
+            return self._length.steps
         rows = self.options.batch_size if self._kind == "whole" else self.runner.sizes.max_sequences
         left = self._records.most_left(rows) - self._pace * len(self._in_flight)
         return max(0 if self._in_flight else 1, math.ceil(left / self._pace))

@@ -44,8 +44,9 @@ class EngineOptions:
         default_text="8192 on a GPU, 256 elsewhere",
     )  # fmt: skip
     burst: int | None = option(
-        None, ge=1, help="decode steps to start before the host reads results", default_text="4 on a GPU, 1 elsewhere"
-    )
+        None, ge=1, help="decode steps to start before the host reads results",
+        default_text="4 on a GPU, up to 16 where it would wait for the host; 1 elsewhere",
+    )  # fmt: skip
     lag: int | None = option(
         None, ge=0, help="bursts that the device may be ahead of the host", default_text="1 on a GPU, 0 elsewhere"
     )

@@ -146,7 +146,7 @@ class Runner:
         """How many decode steps were captured, which takes seconds."""
         self._pool: Any = None
         rows, burst = self.program.output.ints_NC.shape[0], self.sizes.burst
-        places, alternatives = (self.sizes.lag + 2) * burst, self.sampler.max_logprobs
+        places, alternatives = (self.sizes.lag + 2) * self.sizes.longest_burst, self.sampler.max_logprobs
         self._ring = StepOutput.empty(places * rows, alternatives, self.device, pinned=gpu)
         self._outputs = [self._ring.part(place, rows) for place in range(places)]
         together = burst > 1 and self.layout.kind in ("whole", "routed") and (not gpu or options.batch_size == 1)
@@ -245,11 +245,11 @@ class Runner:
         return number
 
     def launch_burst(self, steps: int, drafts: bool = True, sequences: int | None = None) -> list[int]:
-        """`launch` for up to as many decode steps as a burst has. A whole one is one piece of work, with one copy of all
-        that it leaves: between two pieces a GPU waits for some 20 us. For that every burst begins where a block of outputs
-        does."""
+        """`launch` for up to as many decode steps as the longest burst has. One of `sizes.burst` may be one piece of work,
+        with one copy of all that it leaves: between two pieces a GPU waits for some 20 us. For that every burst begins where
+        a block of outputs does."""
         burst, rows = self.sizes.burst, len(self.program.output.ints_NC)
-        assert steps <= burst, f"{steps} decode steps are more than a burst of {burst}"
+        assert steps <= self.sizes.longest_burst, f"{steps} decode steps are more than {self.sizes.longest_burst}"
         self._launched = first = -(-self._launched // burst) * burst
         if steps not in self._at_once[1:]:
             return [self.launch(drafts, sequences) for _ in range(steps)]
@@ -263,6 +263,12 @@ class Runner:
         for place in range(at, at + steps):
             self._told[place], self._ends[place] = work.rows, event
         return list(range(first, first + steps))
+
+    @property
+    def idle(self) -> bool:
+        """Whether a GPU has done all decode steps that were started, and so waits for the host."""
+        event = self._ends[(self._launched - 1) % len(self._ends)] if self._launched else None
+        return event is not None and bool(event.query())  # type: ignore[no-untyped-call]
 
     def moment(self) -> DeviceMoment:
         """Behind all that was started so far."""

@@ -87,6 +87,11 @@ class Scheduler:
         return tuple(self._queue.values())
 
     @property
+    def roomy(self) -> bool:
+        """Whether pages are plenty, so that sequences get more than they need."""
+        return self.page_manager.ahead(self.max_sequences) > 0
+
+    @property
     def lookahead(self) -> int:
         return self._lookahead
 

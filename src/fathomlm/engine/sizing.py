@@ -12,6 +12,7 @@ import torch
 
 from fathomlm.decode.exiting import BEAM, MOST_DRAFTS, SERVED_MODES, Exiting
 from fathomlm.depth import Architecture, DepthPlan
+from fathomlm.engine.burst_length import LONGER
 from fathomlm.engine.captured_passes import ONE_AT_A_TIME
 from fathomlm.engine.core_passes import CorePasses, passes_for
 from fathomlm.engine.heap import collect_heap
@@ -53,6 +54,14 @@ class Sizes:
     max_source: int = 0
     spare: int = 0
     """Entries of drafts beside those that a chain of them has (`Sequence.spare`)."""
+    longest_burst: int = 0
+    """Where bursts follow what the host can do; as `burst` elsewhere."""
+    in_a_step: int = 1
+    """Tokens of a sequence in a decode step, at most."""
+
+    def lookahead_for(self, steps: int) -> int:
+        """`lookahead` where bursts have so many steps."""
+        return self.lookahead + (self.lag + 1) * (steps - self.burst) * self.in_a_step
 
 
 def row_counts(batch_size: int) -> tuple[int, ...]:
@@ -141,7 +150,16 @@ def sizes_of(decoder: Decoder, layout: Layout, options: EngineOptions, gpu: bool
         waiting = (exiting.max_stack or 1) if exiting.mode == "speculative" else 0
     chunk = options.prefill_chunk or (GPU_CHUNK if gpu else CHUNK)
     lookahead = (lag + 1) * burst * in_a_step + 1 + waiting
-    return Sizes(layout.tables, pool_pages, sequences, max_length, chunk, lookahead, burst, lag, max_source, spare)
+    longest = burst * longer_bursts(options, gpu, drafts=behind or (exiting is not None and exiting.mode == "speculative"))
+    return Sizes(
+        layout.tables, pool_pages, sequences, max_length, chunk, lookahead, burst, lag, max_source, spare, longest, in_a_step
+    )  # fmt: skip
+
+
+def longer_bursts(options: EngineOptions, gpu: bool, *, drafts: bool) -> int:
+    """How many times as long bursts may become. Drafts have their own way to choose a burst's steps, and a batch of one has
+    a burst as one piece of work."""
+    return LONGER if gpu and options.burst is None and options.batch_size > 1 and not drafts else 1
 
 
 def usual_sequences(layout: Layout, batch_size: int, gpu: bool, behind: bool = False) -> int:
