@@ -9,6 +9,8 @@ never was they are halved, to see whether shorter ones are enough.
 
 from __future__ import annotations
 
+BURST = 4
+"""Decode steps of a burst on a GPU, at first."""
 LONGER = 4
 """The longest bursts, as a multiple of those that an engine begins with."""
 LATE = 4

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from fathomlm.engine.burst_length import BURST, LONGER
 from fathomlm.errors import is_number, require
 from fathomlm.options import check, option
 from fathomlm.sizes import MEGABYTE
@@ -45,7 +46,7 @@ class EngineOptions:
     )  # fmt: skip
     burst: int | None = option(
         None, ge=1, help="decode steps to start before the host reads results",
-        default_text="4 on a GPU, up to 16 where it would wait for the host; 1 elsewhere",
+        default_text=f"{BURST} on a GPU, up to {BURST * LONGER} where it would wait for the host; 1 elsewhere",
     )  # fmt: skip
     lag: int | None = option(
         None, ge=0, help="bursts that the device may be ahead of the host", default_text="1 on a GPU, 0 elsewhere"

@@ -12,7 +12,7 @@ import torch
 
 from fathomlm.decode.exiting import BEAM, MOST_DRAFTS, SERVED_MODES, Exiting
 from fathomlm.depth import Architecture, DepthPlan
-from fathomlm.engine.burst_length import LONGER
+from fathomlm.engine.burst_length import BURST, LONGER
 from fathomlm.engine.captured_passes import ONE_AT_A_TIME
 from fathomlm.engine.core_passes import CorePasses, passes_for
 from fathomlm.engine.heap import collect_heap
@@ -23,7 +23,6 @@ from fathomlm.errors import OptionError, UnsupportedModel
 from fathomlm.kernels.paged_write import check_float8
 from fathomlm.model.decoder import Decoder
 
-BURST = 4
 DRAFTS = 4
 """Passes that draft in a decode step, to one that verifies."""
 CHUNK, GPU_CHUNK = 256, 8192

@@ -24,6 +24,7 @@ from fathomlm.decode.exiting import Threshold
 from fathomlm.decode.sampling import Sampling
 from fathomlm.depth import Architecture, DepthPlan, build_routing
 from fathomlm.engine.async_engine import AsyncEngine
+from fathomlm.engine.burst_length import BURST
 from fathomlm.engine.device_state import COLUMNS, ENTER, IDLE, PrefillBatch
 from fathomlm.engine.engine import Engine
 from fathomlm.engine.heap import collect_heap, settle_heap
@@ -32,7 +33,7 @@ from fathomlm.engine.programs.base import ENDED, VALID, SamplingVariant
 from fathomlm.engine.request import Event, Request
 from fathomlm.engine.runner import Runner
 from fathomlm.engine.schedule import Placement
-from fathomlm.engine.sizing import BURST, ample_memory
+from fathomlm.engine.sizing import ample_memory
 from fathomlm.lab.bench.asgi import Complete, streaming_client
 from fathomlm.lab.bench.models import random_model
 from fathomlm.lab.bench.options import Host
@@ -135,7 +136,7 @@ class NullProgram:
         ints_NC[: len(slots)] = np.stack(rows, 1)
 
 
-def null_engine(plan: PlanName, batch_size: int, tokenizer: Any, stream_interval: int = 1) -> Engine:
+def null_engine(plan: PlanName, batch_size: int, tokenizer: Any, stream_interval: int = 1, burst: int = BURST) -> Engine:
     """An engine over a device that does nothing. It has pages for everybody."""
     depth = PLANS[plan]
     architecture = Architecture(
@@ -145,7 +146,7 @@ def null_engine(plan: PlanName, batch_size: int, tokenizer: Any, stream_interval
     model = random_model(architecture, depth, dtype=torch.float32, device=torch.device("cpu"))
     model.tokenizer = tokenizer
     options = EngineOptions(
-        batch_size=batch_size, max_length=LONGEST + 1, penalties=False, burst=BURST, lag=1, max_queue=2 * batch_size + 8,
+        batch_size=batch_size, max_length=LONGEST + 1, penalties=False, burst=burst, lag=1, max_queue=2 * batch_size + 8,
         stream_interval=stream_interval,
     )  # fmt: skip
     options = replace(options, memory=ample_memory(model.decoder, options, LONGEST + 1))
@@ -155,10 +156,17 @@ def null_engine(plan: PlanName, batch_size: int, tokenizer: Any, stream_interval
 
 
 def measure_host(
-    plan: PlanName, batch_size: int, listeners: Listeners, tokenizer: Any, *, tokens: int, stream_interval: int = 1
+    plan: PlanName,
+    batch_size: int,
+    listeners: Listeners,
+    tokenizer: Any,
+    *,
+    tokens: int,
+    stream_interval: int = 1,
+    burst: int = BURST,
 ) -> HostCost:
     """Some rounds of so many tokens each; the quickest counts."""
-    engine = null_engine(plan, batch_size, tokenizer, stream_interval)
+    engine = null_engine(plan, batch_size, tokenizer, stream_interval, burst)
     sequences = engine.runner.sizes.max_sequences
     settle_heap()  # as `fathomlm serve` does
     try:
@@ -296,7 +304,8 @@ def run(options: Host) -> int:
         for done, (plan, size, listeners) in enumerate(cases, start=1):
             tokens = options.tokens if size >= FEW_ROWS else options.tokens // 8
             found = measure_host(
-                plan, size, listeners, tokenizer, tokens=tokens, stream_interval=options.stream_interval  # type: ignore[arg-type]
+                plan, size, listeners, tokenizer,  # type: ignore[arg-type]
+                tokens=tokens, stream_interval=options.stream_interval, burst=options.burst,
             )  # fmt: skip
             costs.append(asdict(found))
             update(done, len(cases))
@@ -305,6 +314,7 @@ def run(options: Host) -> int:
         "environment": environment("cpu") | {"empty_loop_ns": python_speed()},
         "tokenizer": options.tokenizer,
         "stream_interval": options.stream_interval,
+        "burst": options.burst,
         "costs": costs,
     }
     return options.answer(record, print_host)

@@ -19,6 +19,7 @@ from fathomlm.cli.common import (
 from fathomlm.cli.first import check_memory, check_model, check_shape, check_text
 from fathomlm.decode.exiting import Exiting
 from fathomlm.depth.options import PlanOptions, RelaxOptions, RoutingOptions
+from fathomlm.engine.burst_length import BURST, LONGER
 from fathomlm.engine.options import EngineOptions
 from fathomlm.errors import OptionError
 from fathomlm.lab.bench.workload import WORKLOADS, shape_of
@@ -264,5 +265,11 @@ class Host(JsonOptions):
         help="who waits for tokens",
     )  # fmt: skip
     stream_interval: int = like(EngineOptions, "stream_interval")
+    burst: int = like(
+        EngineOptions,
+        "burst",
+        BURST,
+        default_text=f"{BURST}; on a GPU an engine goes up to {BURST * LONGER} if the host is late",
+    )
     tokens: int = option(30_000, ge=1000, help="tokens per round; the quickest of three rounds counts")
     tokenizer: str = like(PrepareOptions, "tokenizer", "fathom-mor-23m")
