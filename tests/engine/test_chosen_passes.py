@@ -46,8 +46,8 @@ def test_a_pass_is_under_way_while_the_host_does_other_work(mode: str) -> None:
     ahead = []
     while sequence.result is None:
         engine.step()
-        assert engine._chosen is not None
-        ahead.append(len(engine._chosen.under_way))
+        assert engine._launches.chosen is not None
+        ahead.append(len(engine._launches.chosen.under_way))
     assert max(ahead) > 0, "a pass was started before results were taken in"
     assert ahead[-1] == 0, "none is started behind the end"
     assert sequence.result.tokens == wanted[0]

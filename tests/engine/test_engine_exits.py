@@ -451,7 +451,7 @@ def test_bursts_are_timed_without_prompts_captures_and_changes(
             if not changed:
                 noted.append((drafts, running, tokens))
 
-    engine._drafting = Watched()
+    engine._launches.drafting = Watched()
     launch, launched = engine.runner.launch, list[int]()
 
     def capturing(*args: Any, **named: Any) -> int:
@@ -472,12 +472,12 @@ def test_a_way_is_chosen_only_where_a_burst_follows(monkeypatch: pytest.MonkeyPa
     such, and be timed."""
     setting = exiting("vanilla", "speculative", threshold=0.0, max_stack=3)
     engine = Engine(model("vanilla"), exiting=setting, **(SMALL | {"burst": 4, "lag": 2}))
-    engine._drafting = control = InTurns()
-    launch, launched, empty = engine._launch, list[int](), 0
-    monkeypatch.setattr(engine, "_launch", lambda burst, drafts: (launched.append(burst), launch(burst, drafts)))
+    engine._launches.drafting = control = InTurns()
+    launch, launched, empty = engine._launches.launch, list[int](), 0
+    monkeypatch.setattr(engine._launches, "launch", lambda burst, drafts: (launched.append(burst), launch(burst, drafts)))
     for prompt in MANY:
         engine.generate([prompt], max_new_tokens=9, ignore_eos=True)
-        empty += engine._bursts.count(0)
+        empty += engine._launches.bursts.count(0)
     assert empty > 0
     assert min(launched) > 0
     assert len(launched) == control.bursts
@@ -490,12 +490,12 @@ def test_steps_that_add_several_tokens_come_in_shorter_bursts(
     """A burst is about as many tokens of a sequence: what is in flight when it ends is for nothing."""
     setting = exiting("vanilla", "speculative", threshold=0.0, max_stack=3)
     engine = Engine(model("vanilla"), exiting=setting, **(SMALL | {"burst": 4, "lag": 1, "max_length": 96}))
-    assert engine._drafting is not None
-    monkeypatch.setattr(engine._drafting, "choose", lambda running: drafts)
+    assert engine._launches.drafting is not None
+    monkeypatch.setattr(engine._launches.drafting, "choose", lambda running: drafts)
     launched: list[int] = []
-    monkeypatch.setattr(engine, "_launch", lambda many, _: launched.append(many))
+    monkeypatch.setattr(engine._launches, "launch", lambda many, _: launched.append(many))
     engine.submit(Request(id=1, prompt=tuple(MANY[0]), sampling=Sampling(max_new_tokens=60)))
-    engine._pace = pace
+    engine._launches.pace = pace
     for _ in range(8):
         engine.step()
         if launched:
@@ -528,7 +528,7 @@ def test_a_pass_started_ahead_may_end_the_only_sequence() -> None:
     setting = exiting("vanilla", "speculative", threshold=1.0, max_stack=3)
     sizes = {"max_sequences": 1, "batch_size": 3, "burst": 1, "lag": 1}
     engine = Engine(model("vanilla"), exiting=setting, **(SMALL | sizes))
-    engine._drafting = Always()
+    engine._launches.drafting = Always()
     sampling = Sampling(max_new_tokens=1)
     for number in range(3):
         (result,) = engine.run([Request(id=number, prompt=tuple(MANY[0]), sampling=sampling, constraint=Anything())])
@@ -566,7 +566,7 @@ def test_an_exit_that_was_not_asked_for_a_while_is_as_sure_as_ever(name: str) ->
     setting = exiting(name, "speculative", threshold=0.0, max_stack=3)
     always = Engine(model(name), exiting=setting, always_draft=True, **SMALL).generate(MANY[:2], max_new_tokens=20)
     engine = Engine(model(name), exiting=setting, **SMALL)
-    engine._drafting = InTurns()
+    engine._launches.drafting = InTurns()
     results = engine.generate(MANY[:2], max_new_tokens=20)
     assert [r.tokens for r in results] == [a.tokens for a in always]
     drafted = sum(r.drafted for r in results)
@@ -602,7 +602,7 @@ def test_where_drafting_is_off_a_step_is_the_plain_models(
     """One token of each sequence through all layers, once what was drafted is verified; the exit is not asked."""
     setting = exiting(name, "speculative", threshold=0.0, max_stack=3)
     engine = Engine(model(name), exiting=setting, **SMALL | {"batch_size": 12, "max_sequences": 4} | sizes)
-    engine._drafting = InLongTurns()
+    engine._launches.drafting = InLongTurns()
     program, scored = engine.runner.program, list[int]()
     assert isinstance(program, DraftProgram)
     assert program.settles

@@ -359,7 +359,7 @@ def nothing_is_left(engine: Engine) -> None:
     counters = engine.counters()
     assert (counters.queued, counters.prefilling, counters.running) == (0, 0, 0)
     assert counters.pages_used == counters.pages_cached
-    assert (engine._sequences, set(engine._in_slot), list(engine._in_flight)) == ({}, {None}, [])
+    assert (engine._sequences, set(engine._in_slot), list(engine._launches.in_flight)) == ({}, {None}, [])
     memory = engine.scheduler.page_manager
     memory.prefixes.clear()
     assert [pool.free for pool in memory.pools] == list(engine.runner.sizes.pool_pages)

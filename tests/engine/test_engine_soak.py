@@ -67,7 +67,7 @@ def serve_flat(serve: Callable[[int, int], None], warm: int, many: int) -> int:
 
 def nothing_is_left(engine: Engine) -> None:
     assert not engine.busy
-    assert (engine._sequences, set(engine._in_slot), list(engine._in_flight)) == ({}, {None}, [])
+    assert (engine._sequences, set(engine._in_slot), list(engine._launches.in_flight)) == ({}, {None}, [])
     scheduler, runner = engine.scheduler, engine.runner
     assert (tuple(scheduler.placed), scheduler.waiting) == ((), ())
     assert [pool.used for pool in scheduler.page_manager.pools] == list(engine.counters().pages_cached)

@@ -9,7 +9,6 @@ Nothing here waits for the one it has just started; on a GPU the host runs some 
 
 from __future__ import annotations
 
-import math
 import time
 from collections import abc, deque
 from dataclasses import replace
@@ -21,9 +20,7 @@ from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.prompts import Prompt, encode_prompts, end_tokens, start_token
 from fathomlm.decode.sampling import Sampling
 from fathomlm.decode.text import ByteTextStream, TextStream, TokenTable
-from fathomlm.engine.burst_length import BurstLength
-from fathomlm.engine.chosen_passes import ChosenPasses
-from fathomlm.engine.drafting import DraftControl, TimedBurst
+from fathomlm.engine.launches import Launches
 from fathomlm.engine.options import EngineOptions
 from fathomlm.engine.programs.base import (
     AGREED,
@@ -38,9 +35,6 @@ from fathomlm.engine.programs.base import (
     VALID,
     StepOutput,
 )
-from fathomlm.engine.programs.draft_layer import DraftLayerProgram
-from fathomlm.engine.programs.drafts import DraftProgram
-from fathomlm.engine.programs.exits import ExitProgram
 from fathomlm.engine.request import Finished, Matcher, Request, Result, TokenLogprobs
 from fathomlm.engine.runner import Runner
 from fathomlm.engine.schedule import PrefillChunk, SchedulerOutput
@@ -49,9 +43,6 @@ from fathomlm.engine.sequence import OnEvents, Sequence, events_of, result_of
 from fathomlm.engine.slot_records import NEVER, Floats, Ints, SlotRecords, Totals
 from fathomlm.errors import FathomError, OptionError
 from fathomlm.model.seq2seq import FathomForSeq2SeqLM, FathomModel
-
-PACE_WEIGHT = 0.5
-"""Of the last burst in what is known of how many tokens a decode step adds."""
 
 
 class Engine:
@@ -77,16 +68,6 @@ class Engine:
             prefix_caching=self.options.prefix_caching and encodes is None, catch_up=self._catch_up,
         )  # fmt: skip
         self._ends = end_tokens(model)
-        drafts = isinstance(self.runner.program, DraftProgram | DraftLayerProgram)
-        self._pace = 1.0 if drafts or self.runner.layout.kind == "whole" else None
-        """Tokens that a decode step adds to a sequence; None where a token may take several."""
-        self._drafting: DraftControl | None = None
-        if drafts and not self.options.always_draft:
-            self._drafting = DraftControl()
-        program = self.runner.program
-        self._chosen: ChosenPasses | None = None
-        if isinstance(program, ExitProgram) and program.chooses and sizes.max_sequences == 1:
-            self._chosen = ChosenPasses(sizes, program)
         self._kind = self.runner.layout.kind
         self._estimator = None if exiting is None else exiting.estimator
         self._copies = exiting is not None and exiting.mode in ("state-copy", "entry-copy")
@@ -96,14 +77,14 @@ class Engine:
         self._in_slot: list[Sequence | None] = [None] * (sizes.max_sequences + 1)  # the last is for rows of no sequence
         full = plan.unrolled_layers if self._kind == "exits" or self.runner.exits else 0
         self._records = SlotRecords(self.runner.layout, sizes.max_sequences, sizes.max_length, plan.recursions, full)
-        self._length = BurstLength(sizes.burst, sizes.longest_burst)
-        self._in_flight: deque[int] = deque()
-        self._bursts: deque[int] = deque(maxlen=sizes.lag)
-        """Decode steps of the last bursts: those that the device may be ahead."""
         self._held: list[tuple[Sequence, int]] = []
         """Sequences that wait to be told what may come next, and their epochs."""
         self._next_id = 0
         self.totals = Totals()
+        self._launches = Launches(
+            self.runner, self.scheduler, self._records, self.options,
+            collect=lambda numbers: self._collect(numbers), totals=lambda: self.totals,
+        )  # fmt: skip
 
     # Requests.
 
@@ -205,8 +186,7 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        ahead = self._chosen is not None and bool(self._chosen.under_way)
-        return bool(self._sequences) or self.scheduler.busy or bool(self._in_flight) or ahead
+        return bool(self._sequences) or self.scheduler.busy or self._launches.busy
 
     def counters(self) -> Counters:
         return self.scheduler.counters()
@@ -216,14 +196,12 @@ class Engine:
     def step(self) -> None:
         """Collect, schedule, prefill, start decode steps. A constrained sequence has one token for each time that the host
         looks: where there are no others, that is after every step."""
-        placed = self.scheduler.placed
+        placed, launches = self.scheduler.placed, self._launches
         alone = bool(placed) and all(sequence.matcher is not None for sequence in placed)
-        behind = 0 if alone else sum(self._bursts)
-        self._collect_first(len(self._in_flight) - behind)
+        launches.collect_due(alone)
         if not self._sequences:
-            self._collect_chosen()
-            self._collect_first(len(self._in_flight))
-        burst = 1 if alone else self._burst()
+            launches.collect_all()
+        burst = 1 if alone else launches.next_burst()
         scheduled = self.scheduler.schedule()
         self.runner.apply(scheduled)
         self._note(scheduled)
@@ -232,87 +210,7 @@ class Engine:
             self._held.clear()
         if scheduled.chunks:
             self._prefill(scheduled.chunks)
-        if self.scheduler.running:
-            if not self._steps_needed():
-                self._bursts.append(0)
-                return
-            drafts = self._drafting is None or self._drafting.choose(self.scheduler.running)
-            if self._chosen is not None and drafts and not alone:
-                self._collect_first(len(self._in_flight))
-                self._run_passes(self._chosen, bool(scheduled.chunks))
-                return
-            self._collect_chosen()
-            if drafts and self._pace is not None:  # about as many tokens: where a sequence ends the rest is for nothing
-                burst = math.ceil(burst / self._pace)
-            burst = min(burst, self._steps_needed())
-            self._bursts.append(burst)
-            self._launch(burst, drafts)
-        else:
-            self._collect_chosen()
-            self._collect_first(1)
-
-    def _burst(self) -> int:
-        """How many decode steps come next, where the sequences need as many. Pages for them are scheduled behind this."""
-        length = self._length
-        watched = bool(self._in_flight) and length.most > length.least
-        if watched and length.observe(self.runner.idle, self.scheduler.roomy):
-            self.scheduler.lookahead = self.runner.sizes.lookahead_for(length.steps)
-        return length.steps
-
-    def _steps_needed(self) -> int:
-        """How many decode steps the sequences will need beyond those in flight: each has a token of as many as there are
-        rows, or with drafts about as many as of late. 0 where it is better to wait for what those in flight bring."""
-        if self._pace is None:
-            return self._length.steps
-        rows = self.options.batch_size if self._kind == "whole" else self.runner.sizes.max_sequences
-        left = self._records.most_left(rows) - self._pace * len(self._in_flight)
-        return max(0 if self._in_flight else 1, math.ceil(left / self._pace))
-
-    def _launch(self, burst: int, drafts: bool) -> None:
-        """Some decode steps, timed where it is asked whether drafts pay."""
-        runner, drafting, running = self.runner, self._drafting, self.scheduler.running
-        timed = drafting is not None and running > 0 and burst > 0
-        start, captures = runner.moment() if timed else None, runner.captures
-        numbers = runner.launch_burst(burst, drafts, self.scheduler.occupied)
-        self._in_flight += numbers
-        self.totals.decode_steps += burst
-        if drafting is not None and start is not None and captures == runner.captures:
-            end = runner.moment()
-            drafting.begin(TimedBurst(numbers[0], numbers[-1], drafts, drafting.changed, running, start, end))
-
-    def _run_passes(self, chosen: ChosenPasses, prefilled: bool) -> None:
-        """Some passes of the one sequence that runs. The host waits for each, so that they take as long as it waits, unless
-        they waited for a prompt."""
-        begun, tokens, captures = time.perf_counter(), self.totals.tokens, self.runner.captures
-        running = [sequence for sequence in self.scheduler.placed if sequence.state == "running"]
-        if chosen.under_way and (not running or running[0].epoch != chosen.epoch):
-            self._collect(chosen.give_up())
-        if running:
-            numbers = chosen.run(self.runner, running[0].epoch, self._records.most_left())
-            self.totals.decode_steps += len(numbers)
-            self._collect(numbers)
-            drafting, waited = self._drafting, prefilled or captures != self.runner.captures
-            if drafting is not None and not waited:
-                seconds = time.perf_counter() - begun
-                drafting.note(True, 1, self.totals.tokens - tokens, seconds, changed=drafting.changed)
-
-    def _collect_chosen(self) -> None:
-        """Passes that were started ahead, where something else comes next."""
-        if self._chosen is not None and self._chosen.under_way:
-            self._collect(self._chosen.give_up())
-
-    def _collect_first(self, many: int) -> None:
-        """The earliest of the decode steps in flight."""
-        if not self._in_flight or many <= 0:
-            return
-        running, tokens = self.scheduler.running, self.totals.tokens
-        numbers = [self._in_flight.popleft() for _ in range(many)]
-        self._collect(numbers)
-        if self._drafting is not None:
-            self._drafting.end(numbers[0], numbers[-1], self.totals.tokens - tokens)
-        if self._pace is not None and self._kind != "whole" and running:
-            pace = max(1.0, (self.totals.tokens - tokens) / (many * running))
-            self._pace += PACE_WEIGHT * (pace - self._pace)
+        launches.start(burst, alone, bool(scheduled.chunks))
 
     def _note(self, scheduled: SchedulerOutput) -> None:
         """Who is in which slot now, and how far their pages reach."""
@@ -323,8 +221,8 @@ class Engine:
         for placement in scheduled.placements:
             slot, sequence = placement.slot, placement.sequence
             in_slot[slot] = sequence
-            if self._chosen is not None:
-                self._chosen.begin()
+            if self._launches.chosen is not None:
+                self._launches.chosen.begin()
             due = sequence.due(self.options.stream_interval) if sequence.watched else NEVER
             records.place(
                 slot, placement.epoch, len(sequence.tokens), placement.entries, due, sequence.max_new_tokens
