@@ -150,7 +150,7 @@ class TaskResults:
         """The fastest full decoding that was timed on a day, among models as deep as this one."""
         depth = self.depth_of(variant)
         fulls = [(own, r) for (own, label), r in self.speeds.items() if label == "full" and day_of(r) == day]
-        found = [record for own, record in fulls if self.depth_of(own) == depth]
+        found = [record for own, record in fulls if own == variant or (depth is not None and self.depth_of(own) == depth)]
         return min(found, key=lambda record: record["ms_per_token"], default=None)
 
     def score(self, variant: str, label: str) -> str:
@@ -258,7 +258,7 @@ class TaskResults:
 
 
 def day_of(line: Record) -> str:
-    """When it was timed: another day's machine, and another day's engine, is not compared with it."""
+    """When it was timed. What was timed on another day, perhaps on another machine by another engine, is not compared."""
     return str(line["environment"]["date"])
 
 

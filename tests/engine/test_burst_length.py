@@ -9,6 +9,7 @@ import pytest
 
 from decode.exit_models import build, exiting, mixing_threshold
 from engine.test_engine import SMALL, _nothing_is_left, many, routed_model
+from engine.test_engine_exits import Anything
 from fathomlm.decode.full import generate
 from fathomlm.decode.sampling import Sampling
 from fathomlm.engine import burst_length, sizing
@@ -59,7 +60,7 @@ def test_who_may_have_longer_bursts() -> None:
         return sizing.longer_bursts(EngineOptions(**options), gpu, drafts=drafts)
 
     assert most() == burst_length.LONGER
-    assert most(gpu=False) == most(drafts=True) == most(burst=4) == most(batch_size=1) == 1
+    assert most(gpu=False) == most(drafts=True) == most(burst=4) == most(batch_size=1) == most(lag=0) == 1
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -94,3 +95,61 @@ def test_texts_are_the_same_whatever_the_bursts(kind: str, roomy: bool, monkeypa
     _nothing_is_left(engine)
     assert {2, 4, 8} <= lengths
     assert (engine.counters().preemptions > 0) != roomy
+
+
+@pytest.fixture
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device is always idle, and bursts may become four times as long."""
+    monkeypatch.setattr(sizing, "longer_bursts", lambda *args, **drafts: 4)
+    monkeypatch.setattr(Runner, "idle", property(lambda runner: True))
+
+
+@pytest.mark.usefixtures("one_thread", "eager")
+def test_bursts_stay_short_while_a_request_has_one_token_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sizing, "CPU_ROOM", 1 << 30)
+    engine = Engine(build("vanilla"), **(SMALL | {"burst": 2, "lag": 1}))
+    length = engine._launches.length
+    sampling = Sampling(max_new_tokens=45, ignore_eos=True)
+    plain = [Request(id=number, prompt=(5, number), sampling=sampling) for number in range(2)]
+    bound = Request(id=9, prompt=(7,), sampling=Sampling(max_new_tokens=3), constraint=Anything())
+    sequences = [engine.submit(request) for request in (*plain, bound)]
+    while sequences[2].result is None:
+        assert length.steps == 2
+        engine.step()
+    while engine.busy:
+        engine.step()
+    assert length.steps > 2
+    engine.submit(Request(id=10, prompt=(7,), sampling=Sampling(max_new_tokens=3), constraint=Anything()))
+    assert engine.cancel(10)
+    assert engine._constrained == 0
+
+
+@pytest.mark.usefixtures("one_thread", "eager")
+def test_pages_of_cached_prefixes_are_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server's pool fills with prefixes that nobody holds."""
+    monkeypatch.setattr(sizing, "CPU_ROOM", 1 << 30)
+    engine = Engine(build("vanilla"), **(SMALL | {"burst": 2, "lag": 1}))
+    prompts = [[number % 90, *range(number % 50, number % 50 + 24)] for number in range(40)]
+    engine.generate(prompts, max_new_tokens=2)
+    (pool,) = engine.scheduler.page_manager.pools
+    assert pool.free < 2 * engine.runner.sizes.max_sequences <= pool.available
+    assert engine.scheduler.roomy
+
+
+@pytest.mark.usefixtures("one_thread", "eager")
+def test_a_fixed_length_is_fixed_and_pages_are_asked_for_as_early_as_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sizing, "CPU_ROOM", 1 << 30)
+    engine = Engine(build("vanilla"), **(SMALL | {"burst": 2, "lag": 1}))
+    sizes, alarms = engine.runner.sizes, engine._records.alarm_TS
+    engine.submit(Request(id=1, prompt=(5, 3), sampling=Sampling(max_new_tokens=46, ignore_eos=True)))
+    rooms = []
+    while engine._launches.length.steps < 8:
+        engine.step()
+        rooms.append(int(alarms[0, 0]) + engine.scheduler.lookahead)
+    assert engine.scheduler.lookahead == sizes.lookahead_for(8) == sizes.lookahead + 2 * 6
+    assert {room % 4 for room in rooms if room < 48} <= {0}, "always as many entries as pages hold"
+    engine.fix_bursts()
+    assert engine.scheduler.lookahead == sizes.lookahead
+    while engine.busy:
+        engine.step()
+        assert engine._launches.length.steps == 2

@@ -48,6 +48,10 @@ class BurstLength:
             self._since_shorter = 0
         return self.steps != before
 
+    def fix(self) -> None:
+        self.most = self.least
+        self._become(self.least)
+
     def _become(self, steps: int) -> None:
         if steps != self.steps:
             self.steps, self._alike = steps, 0

@@ -74,6 +74,8 @@ class Engine:
         self._plan = plan = model.plan  # the model reads it from its configuration each time
         self._table = TokenTable.of(model.tokenizer)
         self._sequences: dict[int, Sequence] = {}
+        self._constrained = 0
+        """How many of them are."""
         self._in_slot: list[Sequence | None] = [None] * (sizes.max_sequences + 1)  # the last is for rows of no sequence
         full = plan.unrolled_layers if self._kind == "exits" or self.runner.exits else 0
         self._records = SlotRecords(self.runner.layout, sizes.max_sequences, sizes.max_length, plan.recursions, full)
@@ -131,6 +133,7 @@ class Engine:
             sequence.stream = TextStream(tokenizer, stop=request.sampling.stop, context=context)
         self.scheduler.submit(sequence)
         self._sequences[request.id] = sequence
+        self._constrained += sequence.matcher is not None
         return sequence
 
     def cancel(self, id: int) -> bool:
@@ -191,6 +194,10 @@ class Engine:
     def counters(self) -> Counters:
         return self.scheduler.counters()
 
+    def fix_bursts(self) -> None:
+        """Bursts of decode steps keep the length that they have at first, for measurements that count on it."""
+        self._launches.fix_length()
+
     # The loop.
 
     def step(self) -> None:
@@ -201,7 +208,7 @@ class Engine:
         launches.collect_due(alone)
         if not self._sequences:
             launches.collect_all()
-        burst = 1 if alone else launches.next_burst()
+        burst = 1 if alone else launches.next_burst(constrained=self._constrained > 0)
         scheduled = self.scheduler.schedule()
         self.runner.apply(scheduled)
         self._note(scheduled)
@@ -375,6 +382,7 @@ class Engine:
             self.scheduler.finish(sequence.id)
         sequence.result = result_of(sequence, why)
         del self._sequences[sequence.id]
+        self._constrained -= sequence.matcher is not None
         self.totals.finished += 1
         if self._estimator is not None and why.reason != "cancelled":
             # At the end, and all at once: a sequence is the estimator's unit, and those of other requests ran beside it.

@@ -69,13 +69,25 @@ class Launches:
         self._collect_chosen()
         self._collect_first(len(self.in_flight))
 
-    def next_burst(self) -> int:
-        """How many decode steps come next, where the sequences need as many. Pages for them are scheduled behind this."""
-        length = self.length
-        watched = bool(self.in_flight) and length.most > length.least
-        if watched and length.observe(self._runner.idle, self._scheduler.roomy):
-            self._scheduler.lookahead = self._runner.sizes.lookahead_for(length.steps)
+    def next_burst(self, constrained: bool) -> int:
+        """How many decode steps come next, where the sequences need as many. Pages for them are scheduled behind this.
+        `constrained`: somebody has one token for each burst, so bursts stay short."""
+        length, scheduler = self.length, self._scheduler
+        watched = self.in_flight and scheduler.running and length.most > length.least
+        if watched and length.observe(self._runner.idle, scheduler.roomy and not constrained):
+            self._look_ahead(length.steps)
         return length.steps
+
+    def fix_length(self) -> None:
+        """Bursts keep the length that they have at first."""
+        self.length.fix()
+        self._look_ahead(self.length.steps)
+
+    def _look_ahead(self, steps: int) -> None:
+        before, lookahead = self._scheduler.lookahead, self._runner.sizes.lookahead_for(steps)
+        if lookahead != before:
+            self._records.look_further(lookahead - before)
+            self._scheduler.lookahead = lookahead
 
     def start(self, burst: int, alone: bool, prefilled: bool) -> None:
         """Up to so many decode steps for the sequences that run. `prefilled`: the device has prompts to read first."""

@@ -51,6 +51,10 @@ class PageManager:
         shares = (pool.free // (2 * sequences * self.tables.count(number)) for number, pool in enumerate(self.pools))
         return min(MOST_AHEAD, *shares)
 
+    def available(self, pages: int) -> bool:
+        """Whether there are so many pages of each table that no sequence holds; cached prefixes may have to go for them."""
+        return all(pool.available >= pages * self.tables.count(number) for number, pool in enumerate(self.pools))
+
     def fits(self, sequence: Sequence, more: int) -> bool:
         """Whether a sequence can have room for `more` tokens without taking a page from another."""
         return self._can_have(self._missing(sequence, more))

@@ -88,8 +88,8 @@ class Scheduler:
 
     @property
     def roomy(self) -> bool:
-        """Whether pages are plenty, so that sequences get more than they need."""
-        return self.page_manager.ahead(self.max_sequences) > 0
+        """Whether each sequence might have two pages of every table more without taking them from another."""
+        return self.page_manager.available(2 * self.max_sequences)
 
     @property
     def lookahead(self) -> int:

@@ -35,7 +35,8 @@ OVERBOOKED = 2
 """Sequences for each token of a forward pass, where tokens differ in depth."""
 RELIEVED = 32
 """Where they do not, on a GPU: tokens of a forward pass for each further sequence, which takes the row of one that ends.
-With outputs of 256 tokens one of 256 ends in a decode step, and the host hears of it some five steps later."""
+With outputs of 256 tokens one of 256 ends in a decode step, and the host hears of it some five steps later, more where
+bursts have become longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,9 +157,10 @@ def sizes_of(decoder: Decoder, layout: Layout, options: EngineOptions, gpu: bool
 
 
 def longer_bursts(options: EngineOptions, gpu: bool, *, drafts: bool) -> int:
-    """How many times as long bursts may become. Drafts have their own way to choose a burst's steps, and a batch of one has
-    a burst as one piece of work."""
-    return LONGER if gpu and options.burst is None and options.batch_size > 1 and not drafts else 1
+    """How many times as long bursts may become. Drafts have their own way to choose a burst's steps, a batch of one has a
+    burst as one piece of work, and with no lag the device always waits."""
+    asked = options.burst is not None or options.lag == 0
+    return LONGER if gpu and options.batch_size > 1 and not (asked or drafts) else 1
 
 
 def usual_sequences(layout: Layout, batch_size: int, gpu: bool, behind: bool = False) -> int:

@@ -143,6 +143,10 @@ class SlotRecords:
         most_G = np.fromiter(most, np.int64, len(rooms))
         self.alarm_TS[tables, slots] = np.where(room_G < most_G, room_G - lookahead, NEVER)
 
+    def look_further(self, tokens: int) -> None:
+        """Alarms come so many tokens earlier, or later where that is negative."""
+        self.alarm_TS[self.alarm_TS != NEVER] -= tokens
+
     def current(self, ints_RC: Ints) -> npt.NDArray[np.bool_]:
         """Rows of sequences that are still there: others were stopped, or preempted, after their decode step was started."""
         found: npt.NDArray[np.bool_] = self.epoch_S[ints_RC[:, SLOT]] == ints_RC[:, EPOCH]

@@ -321,6 +321,7 @@ def _engine(model: FathomForCausalLM, batch_size: int, context: int, **fields: A
     options = EngineOptions(batch_size=batch_size, max_length=context + SPARE, prefix_caching=False, **fields)
     options = replace(options, memory=ample_memory(model.decoder, options, context + SPARE))
     engine = TimedEngine(model, options)
+    engine.fix_bursts()
     warm_up(engine, _requests(model, engine.runner.sizes.max_sequences, context))
     return engine
 

@@ -176,6 +176,7 @@ def _validate(options: Validate) -> int:
         raise OptionError("a validation forces depths, so that both know them: give --exit-rate P")
     settings = replace(bench.engine_options(bench.model, bench.depth), prefix_caching=False)
     engine = TimedEngine(bench.model, settings, exiting=bench.depth.exiting)
+    engine.fix_bursts()  # the simulated twin's are
     with progress_bar("validating", unit="rounds") as update:
         found = validate(engine, bench.workload, options.rounds, update).record()
     record: dict[str, Any] = about(options, dtype_name(bench.model)) | {
