@@ -10,6 +10,7 @@ Shapes: N rows, T tokens of a row, M hidden width.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 
@@ -61,12 +62,19 @@ def shifted(on_progress: OnProgress | None, before: int, total: int) -> OnProgre
     return None if on_progress is None else lambda done, _: on_progress(before + done, total)
 
 
-def _losses_without(decoder: Decoder, rows_NT: Tensor, steps: Sequence[Step]) -> Iterator[float]:
-    """The sum of the rows' losses without each step in turn."""
+@torch.no_grad()
+def ends_without(decoder: Decoder, rows_NT: Tensor, steps: Sequence[Step]) -> Iterator[Tensor]:
+    """What the head would read (N, T, M) without each step in turn, and at last with all of them."""
     x_NTM = decoder.enter(rows_NT)
     masks = full_masks(decoder.architecture, decoder.plan, TokenBatch.of(x_NTM, None, None, past=0), x_NTM.dtype)
     nothing = NoCache(decoder.plan)
     for i, step in enumerate(steps):
-        end_NTM = decoder.norm(decoder.run_steps(x_NTM, tuple(steps[i + 1 :]), masks, nothing))
-        yield sum(row_loss(decoder.logits(x_TM), row_T) for x_TM, row_T in zip(end_NTM, rows_NT, strict=True))
+        yield decoder.norm(decoder.run_steps(x_NTM, tuple(steps[i + 1 :]), masks, nothing))
         x_NTM = decoder.run_steps(x_NTM, (step,), masks, nothing)
+    yield decoder.norm(x_NTM)
+
+
+def _losses_without(decoder: Decoder, rows_NT: Tensor, steps: Sequence[Step]) -> Iterator[float]:
+    """The sum of the rows' losses without each step in turn."""
+    for end_NTM in itertools.islice(ends_without(decoder, rows_NT, steps), len(steps)):
+        yield sum(row_loss(decoder.logits(x_TM), row_T) for x_TM, row_T in zip(end_NTM, rows_NT, strict=True))
