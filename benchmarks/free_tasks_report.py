@@ -176,11 +176,14 @@ class TaskResults:
         low, high = np.percentile(own.draws / np.maximum(full.draws, 1e-9), [2.5, 97.5])
         return own.score / max(full.score, 1e-9), float(low), float(high)
 
+    def _model_beside(self, variant: str, label: str) -> str:
+        """Whose full decoding a setting is timed against: its own model's, and of full decoding the reference's."""
+        return variant if label != "full" else self.reference
+
     def speedup(self, variant: str, label: str, per: str) -> float | None:
         """Against the same model's full decoding, per token or per text, if that was not disturbed; full decoding against
         the reference's of the same day."""
-        own = self.speeds.get((variant, label))
-        model = variant if label != "full" else self.reference
+        own, model = self.speeds.get((variant, label)), self._model_beside(variant, label)
         full = self.speeds.get((model, "full"))
         if own is None or full is None or day_of(full) != day_of(own):
             return None
@@ -193,8 +196,7 @@ class TaskResults:
         """Speedup per token against the fastest full decoding of its depth and day; of full decoding, of the reference's
         depth."""
         own = self.speeds.get((variant, label))
-        model = variant if label != "full" else self.reference
-        full = None if own is None else self.fastest_full(model, day_of(own))
+        full = None if own is None else self.fastest_full(self._model_beside(variant, label), day_of(own))
         return None if own is None or full is None else round(full["ms_per_token"] / own["ms_per_token"], 3)
 
     def best_at_99(self, *, surely: bool = False) -> Best | None:

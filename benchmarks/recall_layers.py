@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from compress_corpus import NOVELS
 from torch import Tensor
 
 import fathomlm
@@ -36,11 +37,12 @@ from fathomlm.errors import writing
 from fathomlm.lab.common import environment
 from fathomlm.model.decoder import Decoder
 
-NOVELS = ("novels-100en", "standardebooks")
 WORDS, MOST_WORDS = 65, 110
 LETTERS = 4
 FROM_EACH = 6
 """Passages that are tried in a document."""
+LEAST_SENTENCES, FRONT, BACK = 12, 2, 6
+"""Of a document, and how many at its beginning and at its end no passage begins with."""
 EVERY = 4
 """Of the other tokens each fourth is predicted: the head is a fifth of the work."""
 WHAT = (
@@ -85,8 +87,8 @@ def passages_of(path: Path, many: int) -> list[tuple[str, str]]:
 
 def _of_document(text: str, draw: random.Random) -> Iterator[tuple[str, str]]:
     sentences = re.split(r'(?<=[.!?])["\u201d\u2019]? ', text)
-    for _ in range(FROM_EACH if len(sentences) >= 12 else 0):
-        end = begin = draw.randrange(2, len(sentences) - FROM_EACH)
+    for _ in range(FROM_EACH if len(sentences) >= LEAST_SENTENCES else 0):
+        end = begin = draw.randrange(FRONT, len(sentences) - BACK)
         words = 0
         while end < len(sentences) and words < WORDS:
             words, end = words + len(sentences[end].split()), end + 1

@@ -75,7 +75,7 @@ class Engine:
         self._table = TokenTable.of(model.tokenizer)
         self._sequences: dict[int, Sequence] = {}
         self._constrained = 0
-        """How many of them are."""
+        """How many of them have a constraint."""
         self._in_slot: list[Sequence | None] = [None] * (sizes.max_sequences + 1)  # the last is for rows of no sequence
         full = plan.unrolled_layers if self._kind == "exits" or self.runner.exits else 0
         self._records = SlotRecords(self.runner.layout, sizes.max_sequences, sizes.max_length, plan.recursions, full)
@@ -83,7 +83,7 @@ class Engine:
         """Sequences that wait to be told what may come next, and their epochs."""
         self._next_id = 0
         self.totals = Totals()
-        self._launches = Launches(
+        self._launches = Launches(  # looked up when they are called: clocks are put around the one, restarts replace the other
             self.runner, self.scheduler, self._records, self.options,
             collect=lambda numbers: self._collect(numbers), totals=lambda: self.totals,
         )  # fmt: skip

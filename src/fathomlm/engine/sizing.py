@@ -55,7 +55,7 @@ class Sizes:
     spare: int = 0
     """Entries of drafts beside those that a chain of them has (`Sequence.spare`)."""
     longest_burst: int = 0
-    """Where bursts follow what the host can do; as `burst` elsewhere."""
+    """As far as bursts follow what the host can do; as `burst` where they do not."""
     in_a_step: int = 1
     """Tokens of a sequence in a decode step, at most."""
 
