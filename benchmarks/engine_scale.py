@@ -62,7 +62,7 @@ SAME_BYTES = {"vanilla": (112, 96, 128), "mor3": (112, 128), "mor4": (112, 128)}
 BEYOND = (("mor3", 144), ("mor4", 144), ("mor3", 96), ("mor4", 96), ("vanilla", 80))
 """Rows to try where memory is what is equal, on both sides of what was best for each; those beyond come last."""
 LONG = (("vanilla", 512), ("mor3", 256), ("mor3", 512), ("vanilla", 256))
-BUNDLED = (512, 1024, 256)
+BUNDLED = (512, 1024, 256, 2048)
 NANO = (("vanilla", 256), ("mor3", 256), ("vanilla", 128), ("mor3", 128))
 GRAPHS = {"use_cuda_graph": True}
 PEERS: dict[str, tuple[int, Record, bool]] = {

@@ -23,6 +23,9 @@ ORDER = (4, 0, 2, 3, 5)
         ("greedy", 1, (0, 1, 2, 3, 5)),
         ("greedy", 3, (1, 3, 5)),
         ("greedy", 5, (1,)),
+        ("1,4", 2, (0, 2, 3, 5)),
+        ("5, 0", 2, (1, 2, 3, 4)),
+        ("3", 1, (0, 1, 2, 4, 5)),
         (None, 1, (0, 1, 2, 4, 5)),
     ],
 )
@@ -47,6 +50,13 @@ def test_without_a_measurement_layers_are_kept_stepwise() -> None:
         (2, "influence", "requires calibration text"),
         (2, "greedy", "requires calibration text"),
         (2, "influnce", "did you mean 'influence'"),
+        (2, "1,4,5", "by names 3 layers, but drop is 2"),
+        (2, "1,1", "different layers between 0 and 5, got 1,1"),
+        (2, "1,6", "different layers between 0 and 5, got 1,6"),
+        (2, "1,-1", "invalid by '1,-1'; choose from influence, greedy, stepwise, last, or name layers"),
+        (2, "1;4", "invalid by '1;4'"),
+        (2, "", "invalid by ''"),
+        (1, "9" * 5000, "invalid by '999"),
     ],
 )
 def test_refusals(drop: int, by: str, says: str) -> None:

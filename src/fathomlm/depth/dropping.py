@@ -5,6 +5,7 @@
     greedy     one after another the one without which the loss over text rises least, all measured again without it
     stepwise   all but those at even intervals, the first and last among them, as stepwise initialisation picks its layers
     last       the last ones
+    3,4,5,14   just these, counted from 0
 
 What is left may then run several times in place.
 """
@@ -12,6 +13,7 @@ What is left may then run several times in place.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -19,7 +21,7 @@ from fathomlm.depth.architecture import Architecture
 from fathomlm.depth.bounds import check_size
 from fathomlm.depth.plan import DepthPlan
 from fathomlm.depth.sharing import spread
-from fathomlm.errors import OptionError, choices
+from fathomlm.errors import OptionError, nearest
 from fathomlm.options import option
 
 
@@ -52,15 +54,39 @@ MEASURED = ("influence", "greedy")
 """Those that are measured over text."""
 
 
+_NUMBER = re.compile("[0-9]{1,6}")
+
+
+def named_layers(by: str) -> tuple[int, ...] | None:
+    """The layers that `by` names one by one; None where it names a way."""
+    numbers = [word.strip() for word in by.split(",")]
+    return tuple(map(int, numbers)) if all(_NUMBER.fullmatch(word) for word in numbers) else None
+
+
+def check_by(name: str, by: object) -> None:
+    """Refuse what is neither a way nor layers."""
+    if isinstance(by, str) and by not in DROPS and named_layers(by) is None:
+        shown = by[:60]
+        known = ", ".join(DROPS)
+        raise OptionError(f"invalid {name} '{shown}'{nearest(shown, DROPS)}; choose from {known}, or name layers: 3,4,5,14")
+
+
+def _read_by(text: str, flag: str) -> str:
+    check_by(flag, text)
+    return text
+
+
 @dataclass(frozen=True, kw_only=True)
 class DropOptions:
     """Which layers are left out."""
 
     drop: int | None = option(None, ge=0, help="leave out N layers; the result is an ordinary model with fewer", metavar="N")
     by: str | None = option(
-        None, choices=tuple(DROPS), default_text="influence with --calibrate, otherwise stepwise", requires=("drop",),
+        None, also=check_by, parse=_read_by, metavar="WAY", requires=("drop",),
+        default_text="influence with --calibrate, otherwise stepwise",
         help="--drop: those that change the text least (influence), one at a time the one that raises the loss least "
-        "(greedy, slow), all but evenly spaced ones (stepwise), or the last",
+        "(greedy, slow), all but evenly spaced ones (stepwise), the last (last), or the layers themselves, counted from 0 "
+        "(3,4,5,14)",
     )  # fmt: skip
     neurons: int | None = option(
         None, ge=1, metavar="N", requires=("drop",),
@@ -95,16 +121,26 @@ def kept_layers(
     layers: int, drop: int, by: str | None = None, influence: Sequence[float] = (), order: Sequence[int] = ()
 ) -> tuple[int, ...]:
     """The layers that stay where `drop` of them go: by influence where that was measured, stepwise otherwise."""
-    by = by or ("influence" if influence else "stepwise")
-    if by not in DROPS:
-        raise OptionError(choices("by", by, DROPS))
+    if by is None:
+        by = "influence" if influence else "stepwise"
+    check_by("by", by)
     if not 0 <= drop < layers:
         raise OptionError(f"drop must be between 0 and {layers - 1}, one less than the model's {layers} layers; got {drop}")
+    if (named := named_layers(by)) is not None:
+        return _all_but(named, layers, drop, by)
     if by in MEASURED and not influence:
         raise OptionError(f"by {by} requires calibration text, over which layers are measured (--calibrate FILE)")
     if by == "greedy" and len(order) < drop:
         raise OptionError(f"by greedy requires an order of {drop} layers: measure the activations with greedy={drop}")
     return tuple(DROPS[by](layers, layers - drop, influence, order))
+
+
+def _all_but(named: Sequence[int], layers: int, drop: int, by: str) -> tuple[int, ...]:
+    if len(set(named)) < len(named) or max(named) >= layers:
+        raise OptionError(f"by must name different layers between 0 and {layers - 1}, got {by:.60}")
+    if len(named) != drop:
+        raise OptionError(f"by names {len(named)} layers, but drop is {drop}")
+    return tuple(layer for layer in range(layers) if layer not in named)
 
 
 def most_influential(layers: Sequence[int], count: int, influence: Sequence[float]) -> list[int]:

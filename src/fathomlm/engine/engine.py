@@ -83,7 +83,7 @@ class Engine:
         """Sequences that wait to be told what may come next, and their epochs."""
         self._next_id = 0
         self.totals = Totals()
-        self._launches = Launches(  # looked up when they are called: clocks are put around the one, restarts replace the other
+        self._launches = Launches(  # looked up when called: clocks are put around the one, restarts replace the other
             self.runner, self.scheduler, self._records, self.options,
             collect=lambda numbers: self._collect(numbers), totals=lambda: self.totals,
         )  # fmt: skip
