@@ -15,7 +15,7 @@ from torch import Tensor
 from fathomlm.engine.batch_routers import BatchRouters
 from fathomlm.engine.options import EngineOptions
 from fathomlm.engine.programs.base import ProgramContext
-from fathomlm.engine.programs.routed_queue import RoutedQueue, TorchQueue, TritonQueue
+from fathomlm.engine.programs.routed_queue import AHEAD_SLOTS, RoutedQueue, TorchQueue, TritonQueue
 from fathomlm.engine.runner import Runner
 from model.route.small import model_of, routed
 from with_triton import GPU, WITH_TRITON
@@ -56,10 +56,11 @@ def case(name: str) -> tuple[Runner, Any]:
     return Runner(decoder, sizes), plan
 
 
-def queues(runner: Runner) -> tuple[RoutedQueue, RoutedQueue, ProgramContext]:
+def queues(runner: Runner, ahead: bool) -> tuple[RoutedQueue, RoutedQueue, ProgramContext]:
     program: Any = runner.program
     routers: BatchRouters = program.routers
-    return TorchQueue(program.parts, routers), TritonQueue(program.parts, routers), program.parts
+    fast = TritonQueue(program.parts, routers, ahead_slots=0 if ahead else AHEAD_SLOTS)
+    return TorchQueue(program.parts, routers), fast, program.parts
 
 
 def scatter(parts: ProgramContext, queue: RoutedQueue, plan: Any, seed: int) -> None:
@@ -117,12 +118,14 @@ def questions(parts: ProgramContext, queue: RoutedQueue, turn: bool, out_NM: Ten
     return [taken, entering]
 
 
+@pytest.mark.parametrize(
+    ("name", "ahead"), [*((name, False) for name in CASES), ("router", True), ("shared entries", True), ("no ends", True)]
+)
 @pytest.mark.parametrize("turn", [False, True])
-@pytest.mark.parametrize("name", CASES)
 @torch.no_grad()
-def test_slots_come_out_alike(name: str, turn: bool) -> None:
+def test_slots_come_out_alike(name: str, ahead: bool, turn: bool) -> None:
     runner, plan = case(name)
-    plain, fast, parts = queues(runner)
+    plain, fast, parts = queues(runner, ahead)
     took = 0
     for seed in range(12):
         scatter(parts, plain, plan, seed)

@@ -15,10 +15,12 @@ from fathomlm.kernels.triton_here import tl, triton
 IDLE, ENTER, CORE = -1, 0, 1
 """Stages of a slot: nothing to do; its token is to be run from the start; it waits for its first recursion, for its second
 with one more, and so on; behind the last one it is through."""
+NEVER = 2**62
+"""Since when a slot waits that does not."""
 
 if triton is not None:
     # A kernel sees constants only as such.
-    _IDLE, _ENTER, _CORE = tl.constexpr(IDLE), tl.constexpr(ENTER), tl.constexpr(CORE)
+    _IDLE, _ENTER, _CORE, _NEVER = tl.constexpr(IDLE), tl.constexpr(ENTER), tl.constexpr(CORE), tl.constexpr(NEVER)
 
     @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
     def see_table(  # type: ignore[no-untyped-def]
@@ -74,22 +76,11 @@ if triton is not None:
         tl.store(row_x_ptr + row * M + column, tl.load(x_ptr + slot * M + column, mask=here), mask=here)
 
     @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-    def pick_kernel(  # type: ignore[no-untyped-def]
-        stage_ptr, since_ptr, position_ptr, entries_ptr, room_ptr, clock_ptr, recursion_tables_ptr, x_ptr, depth_ptr,
-        rows_ptr, recursion_ptr, live_ptr, row_x_ptr, row_depth_ptr,
-        tables_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, lengths_ptr, seen_ptr, row_cos_ptr, row_sin_ptr,
-        spare, rows,
-        SLOTS: tl.constexpr, R: tl.constexpr, C: tl.constexpr, T: tl.constexpr, P: tl.constexpr, M: tl.constexpr,
-        D: tl.constexpr, PAGE: tl.constexpr, PAGES: tl.constexpr, HIDDEN: tl.constexpr, WIDE: tl.constexpr,
-        OWN: tl.constexpr, TURN: tl.constexpr, CODA: tl.constexpr,
+    def _waiting_since(  # type: ignore[no-untyped-def]
+        slot, there, stage_ptr, since_ptr, position_ptr, entries_ptr, room_ptr, recursion_tables_ptr,
+        R: tl.constexpr, C: tl.constexpr, T: tl.constexpr, OWN: tl.constexpr, TURN: tl.constexpr,
     ):  # fmt: skip
-        """The slots that have waited longest, and their rows. A program for each slot counts who comes before it; if few
-        enough do, it fills its own row. One for each row that nobody fills fills that with nothing."""
-        me = tl.program_id(0).to(tl.int64)
-        if me == 0:
-            tl.store(clock_ptr, tl.load(clock_ptr) + 1)
-        slot = tl.arange(0, SLOTS)
-        there = slot < spare
+        """Since when some slots wait for this pass."""
         stage = tl.load(stage_ptr + slot * C, mask=there, other=_IDLE)
         since = tl.load(since_ptr + slot * C, mask=there, other=0)
         table = slot * 0
@@ -104,6 +95,49 @@ if triton is not None:
             waits = there & ((stage == _CORE + R) | ((stage == _ENTER) & fits))
         else:
             waits = there & (stage >= _CORE) & (stage < _CORE + R) & fits
+        return tl.where(waits, since, tl.full((), _NEVER, tl.int64))
+
+    @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+    def waiting_kernel(  # type: ignore[no-untyped-def]
+        stage_ptr, since_ptr, position_ptr, entries_ptr, room_ptr, recursion_tables_ptr, waiting_ptr, spare,
+        BLOCK: tl.constexpr, R: tl.constexpr, C: tl.constexpr, T: tl.constexpr, OWN: tl.constexpr, TURN: tl.constexpr,
+    ):  # fmt: skip
+        """`_waiting_since` of every slot, side by side, for a `pick_kernel` of many: each of its programs looks at all slots,
+        whose numbers lie in a hundred bytes each."""
+        slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        there = slot < spare
+        found = _waiting_since(
+            slot, there, stage_ptr, since_ptr, position_ptr, entries_ptr, room_ptr, recursion_tables_ptr, R, C, T, OWN, TURN
+        )
+        tl.store(waiting_ptr + slot, found, mask=there)
+
+    @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+    def pick_kernel(  # type: ignore[no-untyped-def]
+        stage_ptr, since_ptr, position_ptr, entries_ptr, room_ptr, clock_ptr, recursion_tables_ptr, x_ptr, depth_ptr,
+        rows_ptr, recursion_ptr, live_ptr, row_x_ptr, row_depth_ptr,
+        tables_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, lengths_ptr, seen_ptr, row_cos_ptr, row_sin_ptr,
+        waiting_ptr, spare, rows,
+        SLOTS: tl.constexpr, AHEAD: tl.constexpr,
+        R: tl.constexpr, C: tl.constexpr, T: tl.constexpr, P: tl.constexpr, M: tl.constexpr,
+        D: tl.constexpr, PAGE: tl.constexpr, PAGES: tl.constexpr, HIDDEN: tl.constexpr, WIDE: tl.constexpr,
+        OWN: tl.constexpr, TURN: tl.constexpr, CODA: tl.constexpr,
+    ):  # fmt: skip
+        """The slots that have waited longest, and their rows. A program for each slot counts who comes before it; if few
+        enough do, it fills its own row. One for each row that nobody fills fills that with nothing. AHEAD: `waiting_kernel`
+        has run."""
+        me = tl.program_id(0).to(tl.int64)
+        if me == 0:
+            tl.store(clock_ptr, tl.load(clock_ptr) + 1)
+        slot = tl.arange(0, SLOTS)
+        there = slot < spare
+        if AHEAD:
+            since = tl.load(waiting_ptr + slot, mask=there, other=_NEVER)
+        else:
+            since = _waiting_since(
+                slot, there, stage_ptr, since_ptr, position_ptr, entries_ptr, room_ptr, recursion_tables_ptr, R, C, T, OWN,
+                TURN,
+            )  # fmt: skip
+        waits = since < _NEVER
         many = tl.sum(waits.to(tl.int32), 0)
         since_me = tl.sum(tl.where(slot == me, since, 0), 0)
         waits_me = tl.sum((waits & (slot == me)).to(tl.int32), 0) > 0

@@ -23,6 +23,10 @@ from fathomlm.kernels.routed_rows import CORE
 from fathomlm.kernels.triton_here import triton
 
 WARPS = 4
+AHEAD_SLOTS = 256
+"""From more slots on, who waits is looked up by a kernel of its own."""
+BLOCK = 128
+"""Slots of one of its programs."""
 
 
 class PickedRows(NamedTuple):
@@ -238,8 +242,8 @@ class TorchQueue:
 
 
 class TritonQueue:
-    def __init__(self, parts: ProgramContext, routers: BatchRouters) -> None:
-        self.parts, self.routers = parts, routers
+    def __init__(self, parts: ProgramContext, routers: BatchRouters, ahead_slots: int = AHEAD_SLOTS) -> None:
+        self.parts, self.routers, self._ahead = parts, routers, parts.state.slots > ahead_slots
         self.slots = RoutedSlots.build(parts, routers)
         s, plan, a = parts.state, parts.plan, parts.layers.architecture
         self._tables_R = torch.tensor(parts.layout.recursion_tables, device=s.device)
@@ -254,6 +258,7 @@ class TritonQueue:
         }  # fmt: skip
         self._hidden = {"M": a.hidden, "HIDDEN": wide(a.hidden), "R": plan.recursions}
         self._routing = routers.weights()
+        self._waiting_S = torch.empty(s.slots if self._ahead else 0, dtype=torch.int64, device=s.device)
 
     def begin_core(self) -> PickedRows:
         return self._pick(turn=False)
@@ -268,11 +273,16 @@ class TritonQueue:
         positions_N, seen = self._numbers(), self._empty_attention()
         assert seen.angles is not None
         depth_N = recursion_N  # one of the two is asked for
+        if self._ahead:
+            routed_rows.waiting_kernel[(triton.cdiv(s.slots, BLOCK),)](
+                s.stage_S, s.since_S, s.position_S, s.entries_ST, s.capacity_ST, self._tables_R, self._waiting_S, s.spare,
+                BLOCK=BLOCK, R=self._hidden["R"], TURN=turn, **self._common, num_warps=WARPS,
+            )  # fmt: skip
         routed_rows.pick_kernel[(max(s.slots, N),)](
             s.stage_S, s.since_S, s.position_S, s.entries_ST, s.capacity_ST, s.clock, self._tables_R, s.x_SM, kept.depth_S,
             rows_N, recursion_N, live_N, x_NM, depth_N, s.tables_STP, *self._angles,
-            positions_N, seen.slot_mapping_N, seen.lengths_N, seen.table_NP, *seen.angles, s.spare, N,
-            SLOTS=triton.next_power_of_2(s.slots), TURN=turn, **self._common, **self._seen, **self._hidden,
+            positions_N, seen.slot_mapping_N, seen.lengths_N, seen.table_NP, *seen.angles, self._waiting_S, s.spare, N,
+            SLOTS=triton.next_power_of_2(s.slots), AHEAD=self._ahead, TURN=turn, **self._common, **self._seen, **self._hidden,
         )  # fmt: skip
         return PickedRows(rows_N, recursion_N, live_N, positions_N, x_NM, seen)
 
