@@ -126,6 +126,7 @@ class Bench:
             "ticks": ticks,
             "ms_per_decode_step": round(1e3 * seconds / ticks, 4),
             "tokens_per_tick": round(tokens / ticks, 2),
+            "burst": engine.burst,
             "inter_token_ms_p50": round(1e3 * statistics.median(between), 3),
             "preemptions": engine.counters().preemptions,
             "rows": engine.options.batch_size,

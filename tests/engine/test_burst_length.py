@@ -104,6 +104,27 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Runner, "idle", property(lambda runner: True))
 
 
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(("sequences", "longest"), [(6, 8), (4, 2)], ids=["overbooked", "not"])
+def test_bursts_become_longer_where_requests_wait_and_rows_stay_full(
+    sequences: int, longest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sizing, "longer_bursts", lambda *args, **drafts: 4)
+    monkeypatch.setattr(sizing, "CPU_ROOM", 1 << 30)
+    engine = Engine(routed_model(), **(SMALL | {"burst": 2, "lag": 1, "max_sequences": sequences}))
+    sampling, seen = Sampling(max_new_tokens=30, ignore_eos=True), list[tuple[int, int]]()
+    for number in range(30):
+        engine.submit(Request(id=number, prompt=(5, number), sampling=sampling))
+    while engine.busy:
+        engine.step()
+        seen.append((engine.scheduler.queued, engine._launches.length.steps))
+    assert max(steps for _, steps in seen) == longest
+    engine.submit(Request(id=99, prompt=(5, 3), sampling=Sampling(max_new_tokens=40, ignore_eos=True)))
+    while engine.busy:
+        engine.step()
+    assert not engine._launches._crowded, "it is alone"
+
+
 @pytest.mark.usefixtures("one_thread", "eager")
 def test_bursts_stay_short_while_a_request_has_one_token_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sizing, "CPU_ROOM", 1 << 30)

@@ -5,6 +5,10 @@ the host has started the next one: the device waits, and longer bursts cost the 
 are better: a sequence that ends leaves its row empty, and a new one waits, until the host hears of it. So bursts follow
 what is seen: where the device was found idle several times in a row they are doubled, and after a long time in which it
 never was they are halved, to see whether shorter ones are enough.
+
+The prompts of the sequences that take the places of those that ended are read between two bursts, which takes the device as
+long for ten of them as for a few. So bursts become longer, too, where requests wait for a place anyway and others fill the
+rows of the sequences that end meanwhile (`Launches`).
 """
 
 from __future__ import annotations
@@ -14,9 +18,9 @@ BURST = 4
 LONGER = 4
 """The longest bursts, as a multiple of those that an engine begins with."""
 LATE = 4
-"""Bursts in a row that had ended before the next began."""
+"""Bursts in a row that had ended before the next began, or behind which requests waited."""
 PATIENCE, MOST_PATIENCE = 64, 4096
-"""Bursts in a row that had not, before shorter ones are tried; doubled each time when those turn out too short."""
+"""Bursts in a row of which neither is true, before shorter ones are tried; doubled each time when those were too short."""
 SOON = 4 * LATE
 """Bursts: what is lengthened this soon after it was shortened was too short."""
 
@@ -27,23 +31,23 @@ class BurstLength:
         self.least, self.most = least, most
         self.steps = least
         self._patience = PATIENCE
-        self._idle, self._alike = False, 0
+        self._paid, self._alike = False, 0
         self._since_shorter = MOST_PATIENCE
 
-    def observe(self, idle: bool, roomy: bool) -> bool:
-        """Whether the device was idle when the next burst was due, and whether there is memory to spare: a sequence needs
-        room for all the tokens of the bursts that are under way. Returns whether bursts change."""
+    def observe(self, pays: bool, roomy: bool) -> bool:
+        """Whether a longer one would have paid, now that the next burst is due, and whether there is memory to spare: a
+        sequence needs room for all the tokens of the bursts that are under way. Returns whether bursts change."""
         before = self.steps
-        self._alike = self._alike + 1 if idle == self._idle else 1
-        self._idle = idle
+        self._alike = self._alike + 1 if pays == self._paid else 1
+        self._paid = pays
         self._since_shorter += 1
         if not roomy:
             self._become(self.least)
-        elif idle and self._alike >= LATE:
+        elif pays and self._alike >= LATE:
             if self._since_shorter <= SOON and self.steps < self.most:
                 self._patience = min(2 * self._patience, MOST_PATIENCE)
             self._become(min(2 * self.steps, self.most))
-        elif not idle and self._alike >= self._patience and self.steps > self.least:
+        elif not pays and self._alike >= self._patience and self.steps > self.least:
             self._become(max(self.steps // 2, self.least))
             self._since_shorter = 0
         return self.steps != before

@@ -36,7 +36,7 @@ from fathomlm.engine.programs.base import (
     StepOutput,
 )
 from fathomlm.engine.request import Finished, Matcher, Request, Result, TokenLogprobs
-from fathomlm.engine.runner import Runner
+from fathomlm.engine.runner import PrefilledEntries, Runner
 from fathomlm.engine.schedule import PrefillChunk, SchedulerOutput
 from fathomlm.engine.scheduler import Counters, Scheduler
 from fathomlm.engine.sequence import OnEvents, Sequence, events_of, result_of
@@ -194,6 +194,11 @@ class Engine:
     def counters(self) -> Counters:
         return self.scheduler.counters()
 
+    @property
+    def burst(self) -> int:
+        """Decode steps of a burst, as long as bursts are now."""
+        return self._launches.length.steps
+
     def fix_bursts(self) -> None:
         """Bursts of decode steps keep the length that they have at first, for measurements that count on it."""
         self._launches.fix_length()
@@ -215,9 +220,15 @@ class Engine:
         if self._held:
             self.runner.go_on([sequence for sequence, epoch in self._held if sequence.epoch == epoch])
             self._held.clear()
-        if scheduled.chunks:
-            self._prefill(scheduled.chunks)
-        launches.start(burst, alone, bool(scheduled.chunks))
+        prefilled = self._prefill(scheduled.chunks) if scheduled.chunks else None
+        if prefilled is None:
+            launches.start(burst, alone, prefilled=False)
+        elif prefilled.later and self.scheduler.running:  # so that the device has work while it is waited for
+            launches.start(burst, alone, prefilled=True)
+            self._confirm(scheduled.chunks, prefilled)
+        else:
+            self._confirm(scheduled.chunks, prefilled)
+            launches.start(burst, alone, prefilled=True)
 
     def _note(self, scheduled: SchedulerOutput) -> None:
         """Who is in which slot now, and how far their pages reach."""
@@ -243,7 +254,7 @@ class Engine:
         assert sequence is not None, f"nobody is in slot {slot}"
         return sequence
 
-    def _prefill(self, chunks: abc.Sequence[PrefillChunk]) -> None:
+    def _prefill(self, chunks: abc.Sequence[PrefillChunk]) -> PrefilledEntries:
         sequences = [self._at(chunk.slot) for chunk in chunks]
         tokens = [
             sequence.known[chunk.first : chunk.first + chunk.count]
@@ -254,9 +265,12 @@ class Engine:
             full = self._plan.unrolled_layers
             pairs = zip(sequences, chunks, strict=True)
             depths = [sequence.depths_from(chunk.first, chunk.count, full) for sequence, chunk in pairs]
-        for sequence, chunk, entries in zip(sequences, chunks, self.runner.prefill(chunks, tokens, depths), strict=True):
+        return self.runner.prefill(chunks, tokens, depths)
+
+    def _confirm(self, chunks: abc.Sequence[PrefillChunk], prefilled: PrefilledEntries) -> None:
+        for chunk, entries in zip(chunks, prefilled.get(), strict=True):
             self.totals.prefill_tokens += chunk.count
-            self.scheduler.confirm_prefill(sequence.id, chunk.epoch, chunk.first + chunk.count, entries)
+            self.scheduler.confirm_prefill(self._at(chunk.slot).id, chunk.epoch, chunk.first + chunk.count, entries)
             self._records.entries_TS[:, chunk.slot] = entries
 
     def _collect(self, numbers: abc.Sequence[int]) -> None:

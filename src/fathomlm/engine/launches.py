@@ -2,7 +2,7 @@
 
 The host starts a burst of decode steps while an earlier one runs, and takes in what is older. How many steps a burst has
 follows from how many tokens a step adds to a sequence (drafts), from how many tokens the sequences still need, and from
-whether the device waits for the host.
+whether the device waits for the host or requests wait for a place.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from fathomlm.engine.runner import Runner
 from fathomlm.engine.scheduler import Scheduler
 from fathomlm.engine.slot_records import SlotRecords, Totals
 
+OVERBOOKED = 1.5
+"""Sequences for each row from which on rows stay full, although nobody takes the places of those that end in a burst."""
 PACE_WEIGHT = 0.5
 """Of the last burst in what is known of how many tokens a decode step adds."""
 
@@ -51,6 +53,9 @@ class Launches:
         if isinstance(program, ExitProgram) and program.chooses and sizes.max_sequences == 1:
             self.chosen = ChosenPasses(sizes, program)
         self.length = BurstLength(sizes.burst, sizes.longest_burst)
+        self._overbooked = sizes.max_sequences >= OVERBOOKED * options.batch_size
+        self._crowded = False
+        """Whether requests wait for a place while others take the rows of sequences that end."""
         self.in_flight: deque[int] = deque()
         self.bursts: deque[int] = deque(maxlen=sizes.lag)
         """Decode steps of the last bursts: those that the device may be ahead."""
@@ -74,7 +79,7 @@ class Launches:
         `constrained`: somebody has one token for each burst, so bursts stay short."""
         length, scheduler = self.length, self._scheduler
         watched = self.in_flight and scheduler.running and length.most > length.least
-        if watched and length.observe(self._runner.idle, scheduler.roomy and not constrained):
+        if watched and length.observe(self._crowded or self._runner.idle, scheduler.roomy and not constrained):
             self._look_ahead(length.steps)
         return length.steps
 
@@ -91,6 +96,7 @@ class Launches:
 
     def start(self, burst: int, alone: bool, prefilled: bool) -> None:
         """Up to so many decode steps for the sequences that run. `prefilled`: the device has prompts to read first."""
+        self._crowded = self._overbooked and self._scheduler.queued > 0
         if not self._scheduler.running:
             self._collect_chosen()
             self._collect_first(1)

@@ -81,6 +81,27 @@ class DeviceMoment:
         return float(self._event.elapsed_time(later._event)) / 1000
 
 
+class PrefilledEntries:
+    """How many entries the tables of some slots have behind a prefill pass, and before the decode steps that follow. What
+    routed tokens have left the device tells, when it gets there."""
+
+    def __init__(self, entries_KT: Tensor | Sequence[tuple[int, ...]]) -> None:
+        self.later = isinstance(entries_KT, Tensor)
+        """Whether asking waits for the device."""
+        self._event = None
+        if isinstance(entries_KT, Tensor) and entries_KT.is_cuda:
+            entries_KT = entries_KT.to("cpu", non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+        self._entries_KT = entries_KT
+
+    def get(self) -> list[tuple[int, ...]]:
+        if self._event is not None:
+            self._event.synchronize()
+        found = self._entries_KT
+        return [tuple(entries) for entries in (found.tolist() if isinstance(found, Tensor) else found)]
+
+
 class Runner:
     def __init__(
         self,
@@ -208,9 +229,9 @@ class Runner:
     @torch.no_grad()
     def prefill(
         self, chunks: Sequence[PrefillChunk], tokens: Sequence[Sequence[int]], depths: Sequence[Sequence[int]] | None = None
-    ) -> list[tuple[int, ...]]:
+    ) -> PrefilledEntries:
         """Add the entries of the chunks' tokens, which left after `depths` layers where that is given; returns how many each
-        slot's tables have then.
+        chunk's slot has then.
 
         All chunks are one pass: one that is not captured costs a GPU's host as much for ten tokens as for a thousand.
         """
@@ -218,9 +239,9 @@ class Runner:
         self.short_prefill(self.state.prefill_columns(chunks, tokens, depths, size), size)
         self.state.start([chunk.slot for chunk in chunks if chunk.last])
         if self.layout.kind != "routed":
-            return [(chunk.first + chunk.count,) for chunk in chunks]
+            return PrefilledEntries([(chunk.first + chunk.count,) for chunk in chunks])
         slots_K = self.state.upload([chunk.slot for chunk in chunks])
-        return [tuple(entries) for entries in self.state.entries_ST.index_select(0, slots_K).tolist()]
+        return PrefilledEntries(self.state.entries_ST.index_select(0, slots_K))
 
     def launch(self, drafts: bool = True, sequences: int | None = None, only: tuple[str, int] | None = None) -> int:
         """Start a decode step, with drafts where the program has any; returns its number, for `collect`. Where no more than

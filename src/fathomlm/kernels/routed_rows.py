@@ -102,8 +102,8 @@ if triton is not None:
         stage_ptr, since_ptr, position_ptr, entries_ptr, room_ptr, recursion_tables_ptr, waiting_ptr, spare,
         BLOCK: tl.constexpr, R: tl.constexpr, C: tl.constexpr, T: tl.constexpr, OWN: tl.constexpr, TURN: tl.constexpr,
     ):  # fmt: skip
-        """`_waiting_since` of every slot, side by side, for a `pick_kernel` of many: each of its programs looks at all slots,
-        whose numbers lie in a hundred bytes each."""
+        """`_waiting_since` of every slot, side by side, for a `pick_kernel` of many: each of its programs looks at all of
+        them, and the numbers of a slot take a hundred bytes."""
         slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         there = slot < spare
         found = _waiting_since(

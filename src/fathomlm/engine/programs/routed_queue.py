@@ -282,7 +282,8 @@ class TritonQueue:
             s.stage_S, s.since_S, s.position_S, s.entries_ST, s.capacity_ST, s.clock, self._tables_R, s.x_SM, kept.depth_S,
             rows_N, recursion_N, live_N, x_NM, depth_N, s.tables_STP, *self._angles,
             positions_N, seen.slot_mapping_N, seen.lengths_N, seen.table_NP, *seen.angles, self._waiting_S, s.spare, N,
-            SLOTS=triton.next_power_of_2(s.slots), AHEAD=self._ahead, TURN=turn, **self._common, **self._seen, **self._hidden,
+            SLOTS=triton.next_power_of_2(s.slots), AHEAD=self._ahead, TURN=turn,
+            **self._common, **self._seen, **self._hidden,
         )  # fmt: skip
         return PickedRows(rows_N, recursion_N, live_N, positions_N, x_NM, seen)
 
