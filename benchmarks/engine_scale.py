@@ -56,8 +56,11 @@ PARTS = {
     "poisson": 40,
     "nano-vllm": 25,
     "peer": 60,
+    "bursts": 40,
 }
 """The parts, and seconds that a cell of each is thought to take before one was measured."""
+ASIDE = ("bursts",)
+"""Parts that are measured only where they are asked for."""
 SAME_BYTES = {"vanilla": (112, 96, 128), "mor3": (112, 128), "mor4": (112, 128)}
 BEYOND = (("mor3", 144), ("mor4", 144), ("mor3", 96), ("mor4", 96), ("vanilla", 80))
 """Rows to try where memory is what is equal, on both sides of what was best for each; those beyond come last."""
@@ -130,6 +133,7 @@ def cells(args: argparse.Namespace) -> list[Cell]:
             if torch.cuda.is_available() or not settings  # graphs are a GPU's
         ),
         *([] if args.tiny else same(BEYOND)),
+        *tried("bursts", parts.bursts, [("fathom-mor-23m", rows) for rows in (256, 1024)]),
     ]
     return [cell for cell in found if cell.part in args.parts]
 
@@ -240,7 +244,13 @@ def main() -> int:
     add("--mean", type=float, default=256.0, help="new tokens of a request")
     add("--overbook", type=float, default=2.0, help="sequences in flight for each row, where tokens differ in depth")
     add("--profile", type=int, default=10, help="kernels to list")
-    add("--parts", nargs="*", choices=PARTS, default=list(PARTS), help="what to measure")
+    add(
+        "--parts",
+        nargs="*",
+        choices=PARTS,
+        default=[part for part in PARTS if part not in ASIDE],
+        help="what to measure; default: all but bursts",
+    )
     add("--tiny", action="store_true", help="a tiny model, to try the script out")
     args = parser.parse_args()
     if (args.out is None) == (args.draw is None):

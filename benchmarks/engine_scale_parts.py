@@ -41,6 +41,8 @@ EXIT_RATE, STACK = 0.5, 16
 """Two loops: the part of the tokens that exits after the first, and how many of a sequence may wait for the second."""
 WEIGHTS = ("bf16", *GPU_KINDS)
 LOADS = (0.5, 0.8, 0.95)
+BURSTS = (4, 8, 16, None)
+"""Decode steps of a burst; None as the engine chooses them."""
 SHORT = Sampling(max_new_tokens=2, ignore_eos=True)
 PREFILLS = {"360m": (512, 512), "1.7b": (2048, 96)}
 """By shape, prompt tokens and requests."""
@@ -245,15 +247,34 @@ def bundled(bench: ScaleBench, key: str, rows: int) -> None:
     dtype = torch.bfloat16 if bench.device.type == "cuda" else torch.float32
     model = load("fathom-mor-23m").to(bench.device, dtype)
     model = plain_model(model) if key == "bundled_plain" else model
-    options = EngineOptions(batch_size=rows, max_length=LONGEST)
-    memory = ample_memory(model.decoder, options, LONGEST)
-    engine = bench.engine(model, rows, memory=memory)
+    engine = bench.engine(model, rows, memory=memory_for(model, rows))
     slots = engine.runner.sizes.max_sequences
     if not bench.args.tiny:
         bench.throughput(engine, slots)  # whatever is still compiled is not timed
     found = bench.throughput(engine, 2 * slots if bench.args.tiny else 6 * slots)
     bench.profiles(False)
     bench.note(key, found | bench.replay(engine), str(rows))
+
+
+def bursts(bench: ScaleBench, name: str, rows: int) -> None:
+    """A model with its own routers and bursts of fixed lengths, and as the engine chooses them."""
+    dtype = torch.bfloat16 if bench.device.type == "cuda" else torch.float32
+    model = load(name).to(bench.device, dtype)
+    found: Record = {}
+    for burst in BURSTS:
+        engine = bench.engine(model, rows, memory=memory_for(model, rows), burst=burst)
+        slots = engine.runner.sizes.max_sequences
+        if not bench.args.tiny:
+            bench.throughput(engine, slots)
+        found[str(burst or "chosen")] = bench.throughput(engine, (2 if bench.args.tiny else 6) * slots)
+        del engine
+        bench.clear()
+    bench.note(f"bursts_{rows}rows", found)
+
+
+def memory_for(model: FathomForCausalLM, rows: int) -> int:
+    """For every sequence at its deepest."""
+    return ample_memory(model.decoder, EngineOptions(batch_size=rows, max_length=LONGEST), LONGEST)
 
 
 def prefill(bench: ScaleBench, shape: str) -> None:
