@@ -65,7 +65,8 @@ SAME_BYTES = {"vanilla": (112, 96, 128), "mor3": (112, 128), "mor4": (112, 128)}
 BEYOND = (("mor3", 144), ("mor4", 144), ("mor3", 96), ("mor4", 96), ("vanilla", 80))
 """Rows to try where memory is what is equal, on both sides of what was best for each; those beyond come last."""
 LONG = (("vanilla", 512), ("mor3", 256), ("mor3", 512), ("vanilla", 256))
-BUNDLED = (512, 1024, 256, 2048)
+BUNDLED = ((512, 16), (1024, 64), (256, 16), (2048, 64))
+"""Rows, and tokens of a page: with many sequences the host has less to do where pages are long."""
 NANO = (("vanilla", 256), ("mor3", 256), ("vanilla", 128), ("mor3", 128))
 GRAPHS = {"use_cuda_graph": True}
 PEERS: dict[str, tuple[int, Record, bool]] = {
@@ -107,15 +108,15 @@ def cells(args: argparse.Namespace) -> list[Cell]:
     sweep = [rows_cell(name, rows, weights) for rows in rows_first for name in args.only for weights in args.weights]
     first = [cell for cell in sweep if cell.name in ("rows vanilla 256", "rows mor3 256")]
     same = partial(tried, "same-bytes", parts.same_bytes)
-    bundled_rows = (4,) if args.tiny else BUNDLED
+    bundled_rows = ((4, 16),) if args.tiny else BUNDLED
     found = [
         *first,
         *same([(name, rows) for name, each in SAME_BYTES.items() for rows in each]),
         *(Cell(f"one {shape}", "one", partial(parts.single, shape=shape)) for shape in ("360m", "1.7b")),
         *(Cell(f"prefill {shape}", "prefill", partial(parts.prefill, shape=shape)) for shape in parts.PREFILLS),
         *(
-            Cell(f"bundled {key} {rows}", "bundled", partial(parts.bundled, key=key, rows=rows))
-            for rows in bundled_rows
+            Cell(f"bundled {key} {rows}", "bundled", partial(parts.bundled, key=key, rows=rows, page_size=page))
+            for rows, page in bundled_rows
             for key in ("bundled_plain", "bundled")
         ),
         *tried("long", parts.long_outputs, LONG),

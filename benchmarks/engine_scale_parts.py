@@ -241,13 +241,13 @@ def _rounded(value: Any) -> Any:
     return round(value, 3) if isinstance(value, float) else value
 
 
-def bundled(bench: ScaleBench, key: str, rows: int) -> None:
+def bundled(bench: ScaleBench, key: str, rows: int, page_size: int) -> None:
     """The bundled model with its own routers, or a plain one as deep. Prompts from its own words would be better text, but
     time does not depend on it beyond the depths, which are counted. Memory is for every sequence at its deepest."""
     dtype = torch.bfloat16 if bench.device.type == "cuda" else torch.float32
     model = load("fathom-mor-23m").to(bench.device, dtype)
     model = plain_model(model) if key == "bundled_plain" else model
-    engine = bench.engine(model, rows, memory=memory_for(model, rows))
+    engine = bench.engine(model, rows, memory=memory_for(model, rows, page_size), page_size=page_size)
     slots = engine.runner.sizes.max_sequences
     if not bench.args.tiny:
         bench.throughput(engine, slots)  # whatever is still compiled is not timed
@@ -272,9 +272,9 @@ def bursts(bench: ScaleBench, name: str, rows: int) -> None:
     bench.note(f"bursts_{rows}rows", found)
 
 
-def memory_for(model: FathomForCausalLM, rows: int) -> int:
+def memory_for(model: FathomForCausalLM, rows: int, page_size: int = 16) -> int:
     """For every sequence at its deepest."""
-    return ample_memory(model.decoder, EngineOptions(batch_size=rows, max_length=LONGEST), LONGEST)
+    return ample_memory(model.decoder, EngineOptions(batch_size=rows, max_length=LONGEST, page_size=page_size), LONGEST)
 
 
 def prefill(bench: ScaleBench, shape: str) -> None:

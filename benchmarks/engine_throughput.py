@@ -130,6 +130,7 @@ class Bench:
             "inter_token_ms_p50": round(1e3 * statistics.median(between), 3),
             "preemptions": engine.counters().preemptions,
             "rows": engine.options.batch_size,
+            "page_size": engine.options.page_size,
             "slots": engine.runner.sizes.max_sequences,
             "kv_gb": round(engine.runner.pages.bytes / 1e9, 4),
             "weights_gb": round(weight_bytes(engine.model) / 1e9, 4),

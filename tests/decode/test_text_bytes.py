@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -155,10 +157,18 @@ def test_a_table_says_what_the_tokenizer_says(
     slow = TextStream(bytes_only, stop=stops, context=prompt)
     shown = pushed(slow, tokens) + slow.finish()
     bursts = [tokens[at : at + size] for at in range(0, len(tokens), size)]
-    for each in (True, False):
-        quick = ByteTextStream(table, stop=stops, context=prompt)
-        said = "".join("".join(quick.push_each(burst)) if each else quick.push_all(burst) for burst in bursts)
-        assert (said + quick.finish(), quick.stopped) == (shown, slow.stopped)
+    ways: list[Callable[[TextStream, list[int]], str]] = [
+        lambda stream, burst: "".join(stream.push_each(burst)),
+        lambda stream, burst: stream.push_all(burst),
+        lambda stream, burst: stream.push_all(np.array(burst, np.int32)),
+    ]
+    for push in ways:
+        for stream in (
+            ByteTextStream(table, stop=stops, context=prompt),
+            TextStream(bytes_only, stop=stops, context=prompt),
+        ):
+            said = "".join(push(stream, burst) for burst in bursts)
+            assert (said + stream.finish(), stream.stopped) == (shown, slow.stopped)
 
 
 def test_a_table_shows_a_character_with_its_last_byte(bytes_only: Any) -> None:

@@ -79,7 +79,7 @@ class Device:
 def test_any_bursts(kind: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slot_records, "FEW", 0)
     random = Random(f"{kind} {seed}")
-    fast, slow = (SlotRecords(layout(kind), SLOTS, LENGTH, 3, 4) for _ in range(2))
+    fast, slow = (SlotRecords(layout(kind), SLOTS, LENGTH, 3, 4, VOCAB) for _ in range(2))
     device = Device(random, (fast, slow), kind)
     seen = {"visited": 0, "tokens": 0}
     for time in range(60):
@@ -102,7 +102,7 @@ def test_any_bursts(kind: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_slot_is_visited_when_its_pages_run_out() -> None:
-    records = SlotRecords(layout("whole"), SLOTS, LENGTH, 1, 4)
+    records = SlotRecords(layout("whole"), SLOTS, LENGTH, 1, 4, VOCAB)
     records.place(2, 9, 0, [3])
     records.grant({(2, 0): 8}, [100], lookahead=4)
     rows = [np.array([[2, 9, 5, 1, VALID, index]]) for index in range(3)]
@@ -115,7 +115,7 @@ def test_a_slot_is_visited_when_its_pages_run_out() -> None:
 def test_a_token_that_is_missing_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     for few, message in ((0, "missing"), (99, "token 1, 0 are known")):
         monkeypatch.setattr(slot_records, "FEW", few)
-        records = SlotRecords(layout("whole"), SLOTS, LENGTH, 1, 4)
+        records = SlotRecords(layout("whole"), SLOTS, LENGTH, 1, 4, VOCAB)
         records.place(0, 1, 0, [0])
         with pytest.raises(AssertionError, match=message):
             records.take(np.array([[0, 1, 5, 1, VALID, 1]]), np.zeros((1, 2), np.float32), 0.0)
@@ -157,6 +157,7 @@ def lived(kind: str, seed: int, one_by_one: bool) -> tuple[Any, ...]:
     engine = Engine(model(kind), exiting=leaving(kind), **sizes)
     if one_by_one:
         engine._records.take = engine._records.take_one_by_one  # type: ignore[method-assign]
+        engine._records.completion = lambda sequence: sequence.tokens  # type: ignore[method-assign]
     heard: dict[int, list[Event]] = {}
     sequences = []
 
@@ -198,6 +199,7 @@ def lived(kind: str, seed: int, one_by_one: bool) -> tuple[Any, ...]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_engines_live_alike(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slot_records, "FEW", 0)
+    monkeypatch.setattr(slot_records, "MANY", 3)
     monkeypatch.setattr(model(kind), "tokenizer", letters())
     fast, slow = (lived(kind, KINDS[kind], one_by_one) for one_by_one in (False, True))
     assert fast == slow

@@ -85,14 +85,13 @@ class EngineState:
         if not (grants or capacity):
             return
         (slot, table, _), stride = self.tables_STP.stride(), self.capacity_ST.stride(0)
-        first_G = np.array([grant.slot * slot + grant.table * table + grant.first for grant in grants], np.int64)
-        counts_G = np.array([len(grant.pages) for grant in grants], np.int64)
+        slots, tables, firsts, pages = zip(*grants, strict=True) if grants else ((), (), (), ())
+        first_G = np.array(slots, np.int64) * slot + np.array(tables, np.int64) * table + np.array(firsts, np.int64)
+        counts_G = np.fromiter(map(len, pages), np.int64, len(pages))
         granted = int(counts_G.sum())
         at_N = np.arange(granted) + np.repeat(first_G - np.cumsum(counts_G) + counts_G, counts_G)
-        rooms_K = np.array([slot * stride + table for slot, table in capacity], np.int64)
-        values_N = np.fromiter(
-            itertools.chain(*[grant.pages for grant in grants], capacity.values()), np.int64, granted + len(rooms_K)
-        )
+        rooms_K = np.array(list(capacity), np.int64).reshape(-1, 2) @ np.array((stride, 1))
+        values_N = np.fromiter(itertools.chain(*pages, capacity.values()), np.int64, granted + len(rooms_K))
         at, values = self.upload(np.stack((np.concatenate((at_N, rooms_K)), values_N)))
         if granted:
             self.tables_STP.view(-1).index_copy_(0, at[:granted], values[:granted].to(self.tables_STP.dtype))

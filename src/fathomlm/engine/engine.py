@@ -78,7 +78,9 @@ class Engine:
         """How many of them have a constraint."""
         self._in_slot: list[Sequence | None] = [None] * (sizes.max_sequences + 1)  # the last is for rows of no sequence
         full = plan.unrolled_layers if self._kind == "exits" or self.runner.exits else 0
-        self._records = SlotRecords(self.runner.layout, sizes.max_sequences, sizes.max_length, plan.recursions, full)
+        self._records = SlotRecords(
+            self.runner.layout, sizes.max_sequences, sizes.max_length, plan.recursions, full, model.architecture.vocab
+        )  # fmt: skip
         self._held: list[tuple[Sequence, int]] = []
         """Sequences that wait to be told what may come next, and their epochs."""
         self._next_id = 0
@@ -380,7 +382,8 @@ class Engine:
         """The text of a sequence that nobody has asked for until now; of others what was held back, unless it was read."""
         stream = sequence.stream
         if stream is not None and not sequence.watched:
-            shown = sequence.tokens[:-1] if why.reason == "eos" else sequence.tokens
+            tokens = self._records.completion(sequence)
+            shown = tokens[:-1] if why.reason == "eos" else tokens
             sequence.pieces = [stream.push_all(shown), stream.finish()]
         elif stream is not None and why.reason in ("cancelled", "error"):
             sequence.pieces.append(stream.finish())

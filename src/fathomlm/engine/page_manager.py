@@ -30,12 +30,14 @@ class PageManager:
         self.page_size = page_size
         self.prefix_caching = prefix_caching
         self.pools = tuple(PagePool(pages) for pages in pool_pages)
+        self._tables_of = [self.tables.count(number) for number in range(len(self.pools))]
+        """By pool, how many tables draw from it."""
         self.prefixes = PrefixCache(tables=self.tables, pools=self.pools, page_size=page_size)
 
     def worst_case(self, sequence: Sequence) -> list[int]:
         """By pool: the pages of a sequence whose every table holds as many entries as it ever must."""
         pages = self._pages_for(sequence.most_entries - sequence.spare)
-        return self._with_source(sequence, [self.tables.count(pool) * pages for pool in range(len(self.pools))])
+        return self._with_source(sequence, [tables * pages for tables in self._tables_of])
 
     def short(self, sequence: Sequence, more: int) -> bool:
         """Whether any table lacks room for `more` tokens. Every `schedule` asks it of every sequence, so it is quick."""
@@ -48,12 +50,14 @@ class PageManager:
     def ahead(self, sequences: int) -> int:
         """Pages of a table that one of so many sequences may have beyond its need: the fewer the less is free now, so that
         hardly any are left idle when pages run short. Prefixes stay cached."""
-        shares = (pool.free // (2 * sequences * self.tables.count(number)) for number, pool in enumerate(self.pools))
-        return min(MOST_AHEAD, *shares)
+        most = MOST_AHEAD
+        for pool, tables in zip(self.pools, self._tables_of, strict=True):
+            most = min(most, pool.free // (2 * sequences * tables))
+        return most
 
     def available(self, pages: int) -> bool:
         """Whether there are so many pages of each table that no sequence holds; cached prefixes may have to go for them."""
-        return all(pool.available >= pages * self.tables.count(number) for number, pool in enumerate(self.pools))
+        return all(pool.available >= pages * tables for pool, tables in zip(self.pools, self._tables_of, strict=True))
 
     def fits(self, sequence: Sequence, more: int) -> bool:
         """Whether a sequence can have room for `more` tokens without taking a page from another."""

@@ -61,6 +61,7 @@ class PrefixCache:
         self._tables = tuple(tables)
         self._pools = pools
         self._page_size = page_size
+        self._nothing = CachedPrefix(0, (0,) * len(self._tables), ((),) * len(self._tables))
         self._root = _PrefixNode(None, ())
         self._clock = 0
         self._held: dict[int, _PrefixNode] = {}
@@ -70,10 +71,12 @@ class PrefixCache:
 
     def nothing(self) -> CachedPrefix:
         """The empty prefix, which every sequence has."""
-        return CachedPrefix(0, (0,) * len(self._tables), ((),) * len(self._tables))
+        return self._nothing
 
     def find(self, known: abc.Sequence[int], holder: int | None = None) -> CachedPrefix:
         """The longest recorded prefix that leaves at least one token to run. The holder, if given, holds it."""
+        if len(known) <= self._page_size:
+            return self._nothing
         length, entries = 0, (0,) * len(self._tables)
         pages: list[list[int]] = [[] for _ in self._tables]
         path: list[_PrefixNode] = []

@@ -7,6 +7,7 @@ matter: no slot is stopped, placed or given a chunk twice, and no page is both c
 
 from __future__ import annotations
 
+import operator
 from collections import abc
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -75,15 +76,31 @@ class SchedulerOutput:
     ) -> None:
         """Assert that the device is told of nothing outside its memory: it carries this out without looking. `pages` is how
         many a table may have, `size` how many entries a page holds."""
-        for grant in self.grants:
-            slot, table, first, given = grant
-            assert 0 <= slot < max_sequences, f"{grant} is for one of {max_sequences} slots"
-            assert 0 <= first <= first + len(given) <= pages, f"{grant} goes into a table of {pages} pages"
-            assert 0 <= min(given) <= max(given) < pool_pages[tables[table]], f"{grant} is of a pool of {pool_pages} pages"
-        for (slot, table), entries in self.capacity.items():
-            assert 0 <= slot < max_sequences, f"slot {slot} is one of {max_sequences}"
-            assert 0 <= entries <= pages * size, f"{entries} entries of table {table} in {pages} pages of {size} entries"
+        limits, room = [pool_pages[pool] for pool in tables], pages * size
+        if self.grants:  # all at once; which of them it is is looked for only where one is wrong
+            slots, of, firsts, given = zip(*self.grants, strict=True)
+            right = 0 <= min(slots) <= max(slots) < max_sequences and min(firsts) >= 0
+            right = right and max(map(operator.add, firsts, map(len, given))) <= pages and min(map(min, given)) >= 0
+            right = right and all(map(operator.lt, map(max, given), map(limits.__getitem__, of)))
+            assert right, self._wrong_grant(limits, max_sequences, pages)
+        if self.capacity:
+            least, most = min(self.capacity), max(self.capacity)
+            assert 0 <= least[0] <= most[0] < max_sequences, f"slot {most[0]} is one of {max_sequences}"
+            most_entries = max(self.capacity.values())
+            assert most_entries <= room, f"{most_entries} entries of a table in {pages} pages of {size} entries"
+            assert min(self.capacity.values()) >= 0, "a table has room for fewer entries than none"
         for placement in self.placements:
             held, source = placement.sequence.source_pages, len(placement.sequence.source)
             assert len(held) == -(-source // size), f"a source of {source} tokens has {len(held)} pages"
             assert all(0 <= page < pool_pages[0] for page in held), f"a source has pages {held} of {pool_pages[0]}"
+
+    def _wrong_grant(self, limits: abc.Sequence[int], max_sequences: int, pages: int) -> str:
+        for grant in self.grants:
+            slot, table, first, given = grant
+            if not 0 <= slot < max_sequences:
+                return f"{grant} is for one of {max_sequences} slots"
+            if not 0 <= first <= first + len(given) <= pages:
+                return f"{grant} goes into a table of {pages} pages"
+            if not 0 <= min(given) <= max(given) < limits[table]:
+                return f"{grant} is of a pool of {limits[table]} pages"
+        raise AssertionError("no grant is wrong")

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from fathomlm.decode.text import Tokens
 from fathomlm.engine.layout import Layout
 from fathomlm.engine.programs.base import (
     BAD,
@@ -38,6 +39,8 @@ NOBODY = -1
 NEVER = 2**62
 FEW = 16
 """Rows up to which Python is faster than numpy."""
+MANY = 32
+"""Tokens of a sequence from which on it is quicker to look their numbers up than to make them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +89,7 @@ class Totals:
 
 
 class SlotRecords:
-    def __init__(self, layout: Layout, slots: int, max_length: int, recursions: int, full_depth: int) -> None:
+    def __init__(self, layout: Layout, slots: int, max_length: int, recursions: int, full_depth: int, vocab: int) -> None:
         """`full_depth` is the depth below which a token exited early, 0 where none can."""
         many, tables = slots + 1, len(layout.tables)
         self.epoch_S = np.full(many, NOBODY, np.int64)
@@ -112,6 +115,8 @@ class SlotRecords:
         self.confidences_SL = np.zeros((many, max_length if layout.kind == "exits" else 0), np.float32)
         self.drafted_SL = np.zeros(self.confidences_SL.shape, np.bool_)
         """Tokens that an exit had drafted a token for."""
+        self._numbers_V = np.arange(vocab).astype(object)
+        """Python's own numbers, so that they are not made, and thrown away, for each token."""
         self._full_depth = full_depth
         deeper = layout.kind == "routed" and tables > 1
         self._added_TD = np.array([layout.added(depth) for depth in range(recursions + 1)]).T if deeper else None
@@ -237,7 +242,10 @@ class SlotRecords:
             if known == told:
                 continue
             here = slice(slot * long + told, slot * long + known)
-            sequence.tokens += self._tokens[here].tolist()
+            if known - told < MANY:
+                sequence.tokens += self._tokens[here].tolist()
+            else:
+                sequence.tokens += self._numbers_V.take(self.tokens_SL[slot, told:known]).tolist()
             if sequence.depths is not None:
                 sequence.depths += self._depths[here].tolist()
             if sequence.confidences is not None:
@@ -246,6 +254,13 @@ class SlotRecords:
             if sequence.first_token_time is None:
                 sequence.first_token_time = float(self.first_S[slot])
             sequence.last_token_time = last
+
+    def completion(self, sequence: Sequence) -> Tokens:
+        """The tokens that a sequence has got, where possible as an array: unless it has been in another slot before, they
+        stand here from the first on."""
+        if sequence.slot is None or sequence.preemptions:
+            return sequence.tokens
+        return self.tokens_SL[sequence.slot, : len(sequence.tokens)]
 
     def _hand_over_exits(self, sequence: Sequence, first: int, end: int) -> None:
         """How many of these tokens were drafted, and the last one up to which every layer has its exact entries."""

@@ -28,7 +28,7 @@ from fathomlm.engine.burst_length import BURST
 from fathomlm.engine.device_state import COLUMNS, ENTER, IDLE, PrefillBatch
 from fathomlm.engine.engine import Engine
 from fathomlm.engine.heap import collect_heap, settle_heap
-from fathomlm.engine.options import EngineOptions
+from fathomlm.engine.options import PAGE, EngineOptions
 from fathomlm.engine.programs.base import ENDED, VALID, SamplingVariant
 from fathomlm.engine.request import Event, Request
 from fathomlm.engine.runner import Runner
@@ -136,7 +136,9 @@ class NullProgram:
         ints_NC[: len(slots)] = np.stack(rows, 1)
 
 
-def null_engine(plan: PlanName, batch_size: int, tokenizer: Any, stream_interval: int = 1, burst: int = BURST) -> Engine:
+def null_engine(
+    plan: PlanName, batch_size: int, tokenizer: Any, stream_interval: int = 1, burst: int = BURST, page_size: int = PAGE
+) -> Engine:
     """An engine over a device that does nothing. It has pages for everybody."""
     depth = PLANS[plan]
     architecture = Architecture(
@@ -147,7 +149,7 @@ def null_engine(plan: PlanName, batch_size: int, tokenizer: Any, stream_interval
     model.tokenizer = tokenizer
     options = EngineOptions(
         batch_size=batch_size, max_length=LONGEST + 1, penalties=False, burst=burst, lag=1, max_queue=2 * batch_size + 8,
-        stream_interval=stream_interval,
+        stream_interval=stream_interval, page_size=page_size,
     )  # fmt: skip
     options = replace(options, memory=ample_memory(model.decoder, options, LONGEST + 1))
     engine = Engine(model, options)
@@ -164,9 +166,10 @@ def measure_host(
     tokens: int,
     stream_interval: int = 1,
     burst: int = BURST,
+    page_size: int = PAGE,
 ) -> HostCost:
     """Some rounds of so many tokens each; the quickest counts."""
-    engine = null_engine(plan, batch_size, tokenizer, stream_interval, burst)
+    engine = null_engine(plan, batch_size, tokenizer, stream_interval, burst, page_size)
     sequences = engine.runner.sizes.max_sequences
     settle_heap()  # as `fathomlm serve` does
     try:
@@ -306,6 +309,7 @@ def run(options: Host) -> int:
             found = measure_host(
                 plan, size, listeners, tokenizer,  # type: ignore[arg-type]
                 tokens=tokens, stream_interval=options.stream_interval, burst=options.burst,
+                page_size=options.page_size,
             )  # fmt: skip
             costs.append(asdict(found))
             update(done, len(cases))
@@ -315,6 +319,7 @@ def run(options: Host) -> int:
         "tokenizer": options.tokenizer,
         "stream_interval": options.stream_interval,
         "burst": options.burst,
+        "page_size": options.page_size,
         "costs": costs,
     }
     return options.answer(record, print_host)

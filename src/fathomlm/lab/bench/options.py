@@ -271,5 +271,6 @@ class Host(JsonOptions):
         BURST,
         default_text=f"{BURST}; on a GPU an engine goes up to {BURST * LONGER} if the host is late",
     )
+    page_size: int = like(EngineOptions, "page_size")
     tokens: int = option(30_000, ge=1000, help="tokens per round; the quickest of three rounds counts")
     tokenizer: str = like(PrepareOptions, "tokenizer", "fathom-mor-23m")
