@@ -368,7 +368,7 @@ def nothing_is_left(engine: Engine) -> None:
 def live(kind: str, sizes: dict[str, Any], history: list[Ask]) -> Counter[str]:
     """One engine's life, checked; returns what happened in it."""
     engine = Engine(model(kind), exiting=leaving(kind), **sizes)
-    if kind.startswith("whole") and sizes["lag"]:  # decode steps of fewer rows, as on a GPU
+    if kind.startswith(("whole", "routed")) and sizes["lag"]:  # decode steps of fewer rows, as on a GPU
         engine.runner.row_counts = tuple(range(1, engine.options.batch_size))
     if kind.startswith("routed"):  # steps whose passes follow, as on a GPU, unless their number is given
         engine.runner.core_passes = followed_passes(PLANS[kind], engine.options)

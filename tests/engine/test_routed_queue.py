@@ -108,11 +108,12 @@ def compare(slow: Any, fast: Any, fields: tuple[str, ...]) -> None:
 
 
 def questions(parts: ProgramContext, queue: RoutedQueue, turn: bool, out_NM: Tensor) -> list[Any]:
+    rows = len(out_NM)
     if not turn:
-        taken = queue.begin_core()
+        taken = queue.begin_core(rows)
         queue.end_core(taken, out_NM)
         return [taken]
-    taken = queue.begin_turn()
+    taken = queue.begin_turn(rows)
     entering = queue.enter(taken)
     queue.arrive(entering, out_NM)
     return [taken, entering]
@@ -131,7 +132,8 @@ def test_slots_come_out_alike(name: str, ahead: bool, turn: bool) -> None:
         scatter(parts, plain, plan, seed)
         before = snapshot(parts, plain)
         put_back(parts, fast, before)
-        out_NM = torch.randn(ROWS, parts.state.x_SM.shape[1], generator=torch.Generator().manual_seed(seed))
+        rows = ROWS if seed % 3 else ROWS // 2  # a pass may have fewer, where few sequences are there
+        out_NM = torch.randn(rows, parts.state.x_SM.shape[1], generator=torch.Generator().manual_seed(seed))
         out_NM = out_NM.to(parts.state.device)
         slow_asked = questions(parts, plain, turn, out_NM)
         slow = snapshot(parts, plain)

@@ -272,14 +272,15 @@ def test_compiled_sampling_draws_the_same_from_a_whole_vocabulary(rows: int, mod
     assert (got.tokens_N == wanted.tokens_N).sum() >= rows - rows // 32
 
 
-def test_few_sequences_run_in_fewer_rows() -> None:
-    """A batch of 128 with 40 sequences at first and ever fewer: steps of 64 rows, then of 32."""
-    model = build("vanilla")
+@pytest.mark.parametrize(("kind", "rows"), [("vanilla", (32, 64)), ("routed", (32,))])
+def test_few_sequences_run_in_fewer_rows(kind: str, rows: tuple[int, ...]) -> None:
+    """A batch of 128 with 40 sequences at first and ever fewer: steps of 64 rows, then of 32; of a routed model of 32."""
+    model = build("vanilla") if kind == "vanilla" else model_of(routed())
     prompts = [[1 + n % 30, 2 + n % 7] for n in range(40)]
     lengths = [3 + n for n in range(40)]
     wanted = [generate(model, [p], max_new_tokens=n)[0].tokens for p, n in zip(prompts, lengths, strict=True)]
     engine = Engine(on_gpu(model), batch_size=128, max_length=64, page_size=16)
-    assert engine.runner.row_counts == (32, 64)
+    assert engine.runner.row_counts == rows
     work = [
         Request(id=number, prompt=tuple(prompts[number]), sampling=Sampling(max_new_tokens=lengths[number]))
         for number in range(40)

@@ -184,8 +184,8 @@ class Runner:
         self._told = [rows] * len(self._outputs)
         self._passes: dict[tuple[str, int], _Work] = {}
         """Passes that the host chooses, as the requests on the device need them."""
-        self.row_counts = row_counts(options.batch_size) if gpu and self.layout.kind == "whole" else ()
-        """Rows of decode steps for few sequences, rising. On a CPU rows that nobody needs cost nothing."""
+        self.row_counts = row_counts(self.layout.kind, options.batch_size) if gpu else ()
+        """Rows of a forward pass of decode steps for few sequences, rising. On a CPU rows that nobody needs cost nothing."""
         self.core_passes = followed_passes(decoder.plan, options) if gpu and self.layout.kind == "routed" else None
         """routed: how many passes of the block decode steps have, where that is not fixed. On a CPU rows of nobody cost
         nothing, and a pass more does no harm."""
@@ -297,7 +297,7 @@ class Runner:
 
     def _work(self, drafts: bool, sequences: int | None, only: tuple[str, int] | None, steps: int = 1) -> _Work:
         sampler = self.sampler
-        rows = None if sequences is None else next((many for many in self.row_counts if many >= sequences), None)
+        rows = None if sequences is None else self._rows_for(sequences)
         name, rows = (None, rows) if only is None else only
         may = isinstance(self.program, DraftProgram | DraftLayerProgram) and self.program.settles
         settled = may and not (drafts or self._unsettled or only)
@@ -314,10 +314,19 @@ class Runner:
                 for many, at_once, each in itertools.product((None, *self.row_counts), self._at_once, reachable):
                     self._capture(dataclasses.replace(variant, rows=many, steps=at_once, passes=each))
             start = self._graphs[variant].replay
-        work = _Work(start, len(self.program.output.ints_NC) if rows is None else rows, variant.alternatives)
+        output = len(self.program.output.ints_NC)
+        turns = output // self.options.batch_size if self.layout.kind == "routed" else 1
+        work = _Work(start, output if rows is None else rows * turns, variant.alternatives)
         if only is not None:
             self._passes[only] = work
         return work
+
+    def _rows_for(self, sequences: int) -> int | None:
+        """The fewest rows that are enough for so many sequences. Those of a routed model wait for different passes: there
+        are as many for each row as in a full batch."""
+        if self.layout.kind == "routed":
+            sequences = -(-sequences * self.options.batch_size // self.sizes.max_sequences)
+        return next((many for many in self.row_counts if many >= sequences), None)
 
     @torch.no_grad()
     def _decode_step(self, variant: SamplingVariant) -> None:

@@ -17,7 +17,7 @@ from fathomlm.engine.captured_passes import ONE_AT_A_TIME
 from fathomlm.engine.core_passes import CorePasses, passes_for
 from fathomlm.engine.heap import collect_heap
 from fathomlm.engine.kv_pages import entry_dtype, pool_page_bytes
-from fathomlm.engine.layout import Layout, build_layout, pool_shares
+from fathomlm.engine.layout import Kind, Layout, build_layout, pool_shares
 from fathomlm.engine.options import EngineOptions
 from fathomlm.errors import OptionError, UnsupportedModel
 from fathomlm.kernels.paged_write import check_float8
@@ -64,9 +64,11 @@ class Sizes:
         return self.lookahead + (self.lag + 1) * (steps - self.burst) * self.in_a_step
 
 
-def row_counts(batch_size: int) -> tuple[int, ...]:
-    """A quarter and a half of the batch: each takes another capture."""
-    return tuple(many for many in (batch_size // 4, batch_size // 2) if many >= LEAST_ROWS)
+def row_counts(kind: Kind, batch_size: int) -> tuple[int, ...]:
+    """Rows of decode steps for few sequences, rising: a quarter and a half of the batch. Each takes another capture, of
+    routed models one for each number of passes, so that they have a quarter only."""
+    parts = {"whole": (4, 2), "routed": (4,)}.get(kind, ())
+    return tuple(batch_size // part for part in parts if batch_size // part >= LEAST_ROWS)
 
 
 def exits_of(plan: DepthPlan, exiting: Exiting | None) -> tuple[int, ...]:

@@ -47,14 +47,15 @@ class RoutedProgram:
 
     def decode_step(self, variant: SamplingVariant) -> None:
         cores = self.cores if variant.passes is None else spread(variant.passes, len(self.cores))
+        rows = variant.rows or self.parts.batch_size
         for number, passes in enumerate(cores):
             for _ in range(passes):
-                self.core()
-            self.turn_over(variant, self.output.part(number, self.parts.batch_size))
+                self.core(rows)
+            self.turn_over(variant, self.output.part(number, rows))
 
-    def core(self) -> None:
+    def core(self, rows: int) -> None:
         """A pass of the shared block."""
-        picked = self.queue.begin_core()
+        picked = self.queue.begin_core(rows)
         if self.parts.idle(picked.live_N):
             return
         run = self.parts.layers.run
@@ -70,14 +71,14 @@ class RoutedProgram:
 
     def turn_over(self, variant: SamplingVariant, output: StepOutput) -> None:
         """Choose a token, and run the next one up to the core."""
-        layers, s = self.parts.layers, self.parts.state
-        picked = self.queue.begin_turn()
+        layers, s, rows = self.parts.layers, self.parts.state, len(output.ints_NC)
+        picked = self.queue.begin_turn(rows)
         if self.parts.idle(picked.rows_N != s.spare):
             output.blank(s.spare)
             return
         x_NM = layers.run(picked.x_NM, self._coda, picked.attention, picked.positions_N, spend=True)
         self._choose(
-            layers.scores(x_NM), picked.rows_N, picked.live_N, picked.recursion_N, self._confidence_N, variant, output
+            layers.scores(x_NM), picked.rows_N, picked.live_N, picked.recursion_N, self._confidence_N[:rows], variant, output
         )
         entering = self.queue.enter(picked)
         x_NM = layers.enter(entering.tokens_N)

@@ -75,15 +75,15 @@ class RoutedSlots(NamedTuple):
 class RoutedQueue(Protocol):
     slots: RoutedSlots
 
-    def begin_core(self) -> PickedRows:
-        """The rows that have waited longest for the block."""
+    def begin_core(self, rows: int) -> PickedRows:
+        """So many rows, which have waited longest for the block."""
         ...
 
     def end_core(self, picked: PickedRows, out_NM: Tensor) -> None:
         """The stream behind the block, as the router weighs it; and whether it goes on."""
         ...
 
-    def begin_turn(self) -> PickedRows:
+    def begin_turn(self, rows: int) -> PickedRows:
         """Rows that are through, and rows whose token has yet to enter and has room to."""
         ...
 
@@ -139,18 +139,18 @@ class TorchQueue:
         self._begin_turn, self._enter = parts.small(self._begin_turn_plain), parts.small(self._enter_plain)
         self._arrive = parts.small(self._arrive_plain)
 
-    def begin_core(self) -> PickedRows:
+    def begin_core(self, rows: int) -> PickedRows:
         self.parts.state.clock.add_(1)
-        rows_N, recursion_N, live_N, positions_N, x_NM, *found = self._begin_core()
+        rows_N, recursion_N, live_N, positions_N, x_NM, *found = self._begin_core(rows)
         seen = AttentionMetadata(*found, planes=self._planes.planes, slots_N=rows_N)
         return PickedRows(rows_N, recursion_N, live_N, positions_N, x_NM, seen)
 
     def end_core(self, picked: PickedRows, out_NM: Tensor) -> None:
         self._end_core(*picked[:4], out_NM)
 
-    def begin_turn(self) -> PickedRows:
+    def begin_turn(self, rows: int) -> PickedRows:
         self.parts.state.clock.add_(1)
-        rows_N, recursion_N, live_N, positions_N, x_NM, *found = self._begin_turn()
+        rows_N, recursion_N, live_N, positions_N, x_NM, *found = self._begin_turn(rows)
         return PickedRows(rows_N, recursion_N, live_N, positions_N, x_NM, AttentionMetadata(*found, slots_N=rows_N))
 
     def enter(self, picked: PickedRows) -> Entering:
@@ -160,14 +160,14 @@ class TorchQueue:
     def arrive(self, entering: Entering, x_NM: Tensor) -> None:
         self._arrive(entering.rows_N, entering.live_N, entering.positions_N, x_NM)
 
-    def _begin_core_plain(self) -> tuple[Tensor, ...]:
+    def _begin_core_plain(self, rows: int) -> tuple[Tensor, ...]:
         parts, s = self.parts, self.parts.state
         recursion_S = (s.stage_S - CORE).clamp(0, parts.plan.recursions - 1)
         table_S = self._tables_R[recursion_S]
         ranks_S = s.entries_ST.gather(1, table_S[:, None])[:, 0] if self._own else s.position_S
         fits_S = ranks_S < s.capacity_ST.gather(1, table_S[:, None])[:, 0]
         waits_S = (s.stage_S >= CORE) & (s.stage_S < self.turn) & fits_S
-        rows_N = pick(waits_S, s.since_S, parts.batch_size)
+        rows_N = pick(waits_S, s.since_S, rows)
         valid_N = rows_N != s.spare
         recursion_N = recursion_S[rows_N]
         writes_N = recursion_N == 0 if parts.plan.kv == "share" else None
@@ -195,11 +195,11 @@ class TorchQueue:
         go_N, gates_NR = self.routers.decide(next_N, new_NM, gates_NR, positions_N, numbers_NC)
         self._wait(rows_N, valid_N, torch.where(go_N, CORE + next_N, self.turn), gates_NR)
 
-    def _begin_turn_plain(self) -> tuple[Tensor, ...]:
+    def _begin_turn_plain(self, rows: int) -> tuple[Tensor, ...]:
         parts, s = self.parts, self.parts.state
         ranks_S = s.entries_ST[:, 0] if self._own else s.position_S
         enters_S = (s.stage_S == ENTER) & (ranks_S < s.capacity_ST[:, 0])
-        rows_N = pick((s.stage_S == self.turn) | enters_S, s.since_S, parts.batch_size)
+        rows_N = pick((s.stage_S == self.turn) | enters_S, s.since_S, rows)
         through_N = s.stage_S[rows_N] == self.turn
         # Without prelude and coda the first table is the first recursion's, which has counted the token; nobody asks then.
         ranks_N = ranks_S[rows_N] if self._coda else torch.zeros_like(rows_N)
@@ -260,17 +260,17 @@ class TritonQueue:
         self._routing = routers.weights()
         self._waiting_S = torch.empty(s.slots if self._ahead else 0, dtype=torch.int64, device=s.device)
 
-    def begin_core(self) -> PickedRows:
-        return self._pick(turn=False)
+    def begin_core(self, rows: int) -> PickedRows:
+        return self._pick(rows, turn=False)
 
-    def begin_turn(self) -> PickedRows:
-        return self._pick(turn=True)
+    def begin_turn(self, rows: int) -> PickedRows:
+        return self._pick(rows, turn=True)
 
-    def _pick(self, turn: bool) -> PickedRows:
-        s, kept, N = self.parts.state, self.slots, self.parts.batch_size
-        rows_N, recursion_N = self._numbers(), self._numbers()
-        live_N, x_NM = self._marks(), s.x_SM.new_empty(N, s.x_SM.shape[1])
-        positions_N, seen = self._numbers(), self._empty_attention()
+    def _pick(self, N: int, turn: bool) -> PickedRows:
+        s, kept = self.parts.state, self.slots
+        rows_N, recursion_N = self._numbers(N), self._numbers(N)
+        live_N, x_NM = self._marks(N), s.x_SM.new_empty(N, s.x_SM.shape[1])
+        positions_N, seen = self._numbers(N), self._empty_attention(N)
         assert seen.angles is not None
         depth_N = recursion_N  # one of the two is asked for
         if self._ahead:
@@ -288,11 +288,11 @@ class TritonQueue:
         return PickedRows(rows_N, recursion_N, live_N, positions_N, x_NM, seen)
 
     def enter(self, picked: PickedRows) -> Entering:
-        s = self.parts.state
-        tokens_N, enters_N, positions_N = self._numbers(), self._marks(), self._numbers()
-        seen = self._empty_attention()
+        s, N = self.parts.state, len(picked.rows_N)
+        tokens_N, enters_N, positions_N = self._numbers(N), self._marks(N), self._numbers(N)
+        seen = self._empty_attention(N)
         assert seen.angles is not None
-        routed_rows.enter_kernel[(self.parts.batch_size,)](
+        routed_rows.enter_kernel[(N,)](
             s.token_S, s.stage_S, s.position_S, s.entries_ST, s.capacity_ST, picked.rows_N, picked.live_N, tokens_N,
             enters_N, s.tables_STP, *self._angles, positions_N, seen.slot_mapping_N, seen.lengths_N, seen.table_NP,
             *seen.angles, s.spare, **self._common, **self._seen,
@@ -312,7 +312,7 @@ class TritonQueue:
         s, kept, routers, w = self.parts.state, self.slots, self.routers, self._routing
         routing = routers.routing
         choice = "forced" if routers.forced is not None else "random" if routing.random else "router"
-        routed_rows.move_kernel[(self.parts.batch_size,)](
+        routed_rows.move_kernel[(len(rows_N),)](
             rows_N, recursion_N, live_N, positions_N, out_NM, w.main_RM, w.judge_RM, w.selective_R, w.least_R,
             s.x_SM, kept.gates_SR, kept.depth_S, s.entries_ST, self._tables_R, s.stage_S, s.since_S, s.token_S,
             s.epoch_S, s.max_depth_S, s.clock, routing.alpha, routers.bias,
@@ -320,15 +320,15 @@ class TritonQueue:
             CHANGE=routing.update != "add", CHOICE=choice, **self._common, **self._hidden, num_warps=WARPS,
         )  # fmt: skip
 
-    def _numbers(self) -> Tensor:
-        return torch.empty(self.parts.batch_size, dtype=torch.int64, device=self.parts.state.device)
+    def _numbers(self, N: int) -> Tensor:
+        return torch.empty(N, dtype=torch.int64, device=self.parts.state.device)
 
-    def _marks(self) -> Tensor:
-        return torch.empty(self.parts.batch_size, dtype=torch.bool, device=self.parts.state.device)
+    def _marks(self, N: int) -> Tensor:
+        return torch.empty(N, dtype=torch.bool, device=self.parts.state.device)
 
-    def _empty_attention(self) -> AttentionMetadata:
-        s, N, D = self.parts.state, self.parts.batch_size, self._seen["D"]
+    def _empty_attention(self, N: int) -> AttentionMetadata:
+        s, D = self.parts.state, self._seen["D"]
         table_NP = torch.empty(N, s.tables_STP.shape[2], dtype=torch.int32, device=s.device)
         lengths_N = torch.empty(N, dtype=torch.int32, device=s.device)
         angles = (s.x_SM.new_empty(N, D), s.x_SM.new_empty(N, D))
-        return AttentionMetadata(self._numbers(), table_NP, lengths_N, angles=angles)
+        return AttentionMetadata(self._numbers(N), table_NP, lengths_N, angles=angles)
