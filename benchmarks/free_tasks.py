@@ -83,7 +83,7 @@ TASKS = {
     ),
 }
 CALM = "calm"
-"""The variant with many exits; the first two layers have none, and its threshold decays, as in its paper."""
+"""The variant with many exits; the first layer has none, and its threshold decays, as in its paper."""
 CALM_DECAY = 4.0
 SEED = "-seed"
 """In a variant's name, before the seed it was trained with, unless that is the study's first."""

@@ -9,6 +9,11 @@ and whether it agreed with the full model are kept of each of its tokens in --sa
 A threshold is learnt from some of the texts, drawn at random, and the tokens that exit and are not the full model's choice
 are counted in the rest, over many such splits. These texts are the full model's: at last some more are generated with tokens
 that exit at the threshold, and counted too.
+
+    python benchmarks/threshold_risk.py --simulate [--out benchmarks/results/threshold_risk.json]
+
+needs no texts: how often the promise is broken where a few texts hold nearly all wrong tokens, by the number of texts. It is
+written into the record that is there.
 """
 
 from __future__ import annotations
@@ -33,6 +38,7 @@ from fathomlm.decode.calibration import Calibration
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.prompts import chat_prompt
 from fathomlm.decode.threshold import ThresholdEstimator, ThresholdOptions
+from fathomlm.decode.threshold_samples import Texts
 from fathomlm.lab.common import environment
 from fathomlm.model.hub import FathomForCausalLM
 from fathomlm.packaged import packaged_exits
@@ -50,6 +56,9 @@ WAYS = {
     "public": ("public", "equal"),
 }
 """Rules, each with its priors."""
+
+CLUSTERS = {"1 in 7": (0.15, 6.0), "1 in 20": (0.05, 12.0)}
+"""Texts that err often: their part of all texts, and how often, as a multiple of 0.05 at confidence 0; the others 0.1."""
 
 
 def rows_of(path: Path) -> Iterator[dict[str, Any]]:
@@ -143,6 +152,34 @@ def _figures(several: Sequence[tuple[float, float, float]], risk: float) -> dict
     }
 
 
+def simulated(risk: float, level: float, trials: int, sizes: Sequence[int], tokens: int = 100) -> dict[str, Any]:
+    """The part of calibrations whose threshold lets more than `risk` of the tokens be wrong in truth. Confidences are
+    uniform, and a token is wrong the less often the higher its confidence."""
+    generator = np.random.default_rng(0)
+
+    def drawn(many: int, part: float, often: float) -> tuple[np.ndarray, np.ndarray]:
+        rates = 0.05 * np.where(generator.random((many, 1)) < part, often, 0.1)
+        sure = generator.random((many, tokens))
+        return sure, generator.random((many, tokens)) < rates * np.sqrt(1 - sure)
+
+    found: dict[str, dict[str, float]] = {}
+    for name, (part, often) in CLUSTERS.items():
+        mean = 0.05 * (part * often + (1 - part) * 0.1)
+        found[name] = {}
+        for size in sizes:
+            above = 0
+            for _ in range(trials):
+                texts = Texts()
+                for sure, wrong in zip(*drawn(size, part, often), strict=True):
+                    for confidence, is_wrong in zip(sure.tolist(), wrong.tolist(), strict=True):
+                        texts.add(confidence, not is_wrong)
+                    texts.end()
+                above += mean * (1 - texts.threshold(risk, level)) ** 1.5 / 1.5 > risk
+            found[name][str(size)] = above / trials
+            print(f"{name} texts err often, {size} texts: above the target in {above / trials:.1%}", flush=True)
+    return {"trials": trials, "tokens_of_a_text": tokens, "above_target": found}
+
+
 def table(record: dict[str, Any]) -> Table:
     shown = Table(title=f"held-out texts, target {record['risk']:.1%}, {record['splits']} splits of {record['texts']} texts")
     for column in ("texts", "learnt from", "rule", "threshold", "exit", "wrong", "95th percentile", "splits above"):
@@ -157,7 +194,9 @@ def table(record: dict[str, Any]) -> Table:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--data", type=Path, help="required without --simulate")
+    parser.add_argument("--simulate", action="store_true", help="only say how often few texts break the promise")
+    parser.add_argument("--trials", type=int, default=1000, help="--simulate: of each number of texts")
     parser.add_argument("--samples", type=Path, default=Path("threshold_risk_samples.jsonl"))
     parser.add_argument("--texts", type=int, default=400, help="of each kind")
     parser.add_argument(
@@ -172,6 +211,14 @@ def main() -> None:
     parser.add_argument("--calibration", type=Path, help="write what all texts together give, as a threshold.json")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    if args.simulate:
+        said = {"simulated": simulated(args.risk, args.level, args.trials, (10, 15, 20, 30, 50, 100))}
+        if args.out is not None:
+            record = json.loads(args.out.read_text("utf-8")) | said
+            args.out.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        return
+    if args.data is None:
+        parser.error("--data is required")
     torch.set_num_threads(1)
     model = fathomlm.load(NAME, dtype="float32", exits=packaged_exits(NAME))
     prompts = read_prompts(model, args.data, args.texts + args.more)
@@ -213,6 +260,8 @@ def main() -> None:
     Console().print(table(record))
     print(json.dumps(record))
     if args.out is not None:
+        if args.out.exists():
+            record = {"simulated": json.loads(args.out.read_text("utf-8")).get("simulated")} | record
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 

@@ -12,6 +12,7 @@ import pytest
 from fathomlm.cli.main import main
 from fathomlm.decode.calibration import FILE, Calibration
 from fathomlm.decode.threshold import ThresholdEstimator
+from fathomlm.lab.analyze.calibrate import _rule
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -24,9 +25,13 @@ def model(tiny_model_dir: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def texts(tmp_path: Path) -> Path:
     path = tmp_path / "texts.jsonl"
-    lines = [{"text": f"the depth of the water is {n} fathoms and the line is marked"} for n in range(5)]
-    path.write_text("\n".join(json.dumps(line) for line in lines))
+    write(path, 5)
     return path
+
+
+def write(path: Path, many: int) -> None:
+    lines = [{"text": f"the depth of the water is {n} fathoms and the line is marked"} for n in range(many)]
+    path.write_text("\n".join(json.dumps(line) for line in lines))
 
 
 def test_it_writes_what_generate_reads(model: Path, texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -47,7 +52,10 @@ def test_it_writes_what_generate_reads(model: Path, texts: Path, capsys: pytest.
     assert said.startswith(f"threshold {record['threshold']:.3f}: confidence 'gap' after layer 2")
     assert "Beta(" in said
     assert "rule risk    1.000: 0.0% exit, 0.00% of all wrong" in said, "40 tokens promise nothing"
-    assert "that takes more prompts, or a higher --risk" in said
+    assert "that takes 30 prompts or more" in said
+    write(texts, 30)
+    assert main(["calibrate", str(model), *words]) == 0
+    assert "that takes more prompts, or a higher --risk" in capsys.readouterr().out, "nor do 240"
 
 
 @pytest.fixture
@@ -59,6 +67,7 @@ def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("no_picture")
 def test_each_rule_is_what_its_name_says(model: Path, texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """From the same samples, by all rules at once in the record, and in force by the one asked for."""
+    write(texts, 30)
     words = ["--data", str(texts), "--exit-layer", "2", "--max-new-tokens", "16", "--prompt-tokens", "4", "--json"]
     found = {}
     for rule, asked in (("risk", ["--risk", "0.9", "--level", "0.6"]), ("thesis", ["--priors", "measured"]), ("public", [])):
@@ -66,7 +75,8 @@ def test_each_rule_is_what_its_name_says(model: Path, texts: Path, capsys: pytes
         found[rule] = json.loads(capsys.readouterr().out)
         assert (found[rule]["rule"], found[rule]["threshold"]) == (rule, found[rule]["rules"][rule]["threshold"])
         assert list(found[rule]["rules"]) == ["risk", "thesis", "public"]
-    assert found["risk"]["risk"] == 0.9
+    assert (found["risk"]["risk"], found["risk"]["texts"]) == (0.9, 30)
+    assert found["risk"]["threshold"] < 1
     assert found["thesis"]["priors"] == "measured"
     everywhere = found["public"]["rules"]["thesis"]
     assert everywhere["wrong"] <= everywhere["exiting"] <= 1
@@ -150,3 +160,13 @@ def test_a_preset_needs_a_place(texts: Path, tmp_path: Path, mistake_of: Callabl
     empty = tmp_path / "empty.txt"
     empty.write_text(" \n")
     assert "has no text" in mistake_of("calibrate", "smollm2-135m", "--data", str(empty), "--out", str(tmp_path))
+
+
+def test_a_rule_is_counted_at_its_own_threshold() -> None:
+    """0.57 * 200 is less than 114 in floating point, so that rounding down would count from 0.565 on."""
+    estimator = ThresholdEstimator()
+    for _ in range(100):
+        estimator.observe([0.569, 0.571, 0.2, 0.3], [False, True, False, False])
+        estimator.end_sequence()
+    assert estimator.threshold == 0.57
+    assert _rule(estimator, "risk") == {"threshold": 0.57, "exiting": 0.25, "wrong": 0.0}

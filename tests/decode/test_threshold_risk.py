@@ -129,9 +129,14 @@ def fed(texts: int, **options: Any) -> ThresholdEstimator:
 
 def test_nothing_exits_before_there_are_enough_texts() -> None:
     values = [refit.threshold for refit in fed(60, risk=0.3, level=0.8).history]
-    assert values[:9] == [1.0] * 9
-    assert values[-1] < 1
-    assert fed(9, risk=0.3, level=0.8, initial=0.6).threshold == 0.6
+    assert values[:29] == [1.0] * 29
+    assert values[29] < 1
+    assert fed(29, risk=0.3, level=0.8, initial=0.6).threshold == 0.6
+
+
+@pytest.mark.parametrize(("expected", "calibrating"), [(1, 30), (1000, 30), (1100, 33)])
+def test_calibration_does_not_end_before_there_are_enough_texts(expected: int, calibrating: int) -> None:
+    assert ThresholdOptions(expected_sequences=expected).calibrating == calibrating
 
 
 def test_a_smaller_risk_and_a_higher_level_give_higher_thresholds() -> None:

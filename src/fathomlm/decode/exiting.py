@@ -13,7 +13,9 @@ from fathomlm.depth import DepthPlan, Step
 from fathomlm.errors import OptionError, is_number, require
 from fathomlm.options import check, option
 
-CONFIDENCES = ("gap", "max", "state", "classifier", "gate", "kl")
+ONE_EXIT = ("gap", "max", "state", "classifier")
+"""Confidences that one exit has by itself; the others depend on the exits before it."""
+CONFIDENCES = (*ONE_EXIT, "gate", "kl")
 Mode = Literal["full", "static", "state-copy", "entry-copy", "parallel", "speculative", "select", "oracle", "oracle-copy"]
 MODES: tuple[str, ...] = get_args(Mode)
 USED: dict[str, tuple[str, ...]] = {
@@ -119,7 +121,8 @@ class Exiting:
         None, choices=CONFIDENCES, default_text="gap", help="what is compared with the threshold"
     )
     threshold: Threshold | AdaptiveThreshold | None = option(
-        None, ge=0, le=1, metavar="T", default_text=f"{DEFAULT_THRESHOLD:g}", parse=parse_threshold,
+        None, ge=0, le=1, metavar="T", parse=parse_threshold,
+        default_text=f"{DEFAULT_THRESHOLD:g}, for a draft layer 0; a shipped exit's own",
         help="exit where the confidence exceeds T, from 0 (always) to 1 (never); one for each exit as 0.9,0.8; 'adaptive' "
         "estimates T while decoding",
     )  # fmt: skip
@@ -136,18 +139,20 @@ class Exiting:
         help="parallel: go back to a token whose -log p under the full model exceeds T; 0 is strictest",
     )  # fmt: skip
     max_stack: int | None = option(
-        None, ge=1, metavar="K", default_text=str(DEFAULT_STACK),
+        None, ge=1, metavar="K",
+        default_text=f"{DEFAULT_STACK}; for a draft layer {DRAFT_STACK}, on a CPU {DRAFT_STACKS['cpu']}",
         help="parallel, speculative: at most K tokens wait for the deeper layers",
     )  # fmt: skip
 
     draft_tree: tuple[int, ...] | None = option(
-        None, ge=1, metavar="K", default_text="one after the other, as --max-stack says",
+        None, ge=1, metavar="K", default_text="none: see --draft-best and --max-stack",
         help="speculative with a draft layer: K drafts behind each token, place by place; 4,2,1 are 4 first drafts, 2 "
         "behind each of them and 1 behind each of those",
     )  # fmt: skip
 
     draft_best: tuple[int, ...] | None = option(
-        None, ge=1, metavar="N,D", default_text="all drafts, as --draft-tree or --max-stack says",
+        None, ge=1, metavar="N,D",
+        default_text="15,5 for one sequence on a GPU, else one draft after the other, as --max-stack says",
         help="speculative with a draft layer: of a tree that is up to D drafts deep, the N likeliest are verified",
     )  # fmt: skip
 

@@ -53,6 +53,9 @@ GRID = 1000
 """Fitted thresholds are multiples of 1 / GRID, from 0 to 1."""
 PERCENT = 3
 """The part of a known number of sequences that calibrates."""
+LEAST_SEQUENCES = 30
+"""That the rule `risk` needs. Fewer do not show whether wrong tokens come in clusters: where one sequence in seven holds
+most of them, 10 give a share above the target in 20 of 100 trials, 30 in 3 (benchmarks/threshold_risk.py --simulate)."""
 RARE = 4
 """With more disagreements than this for each agreement there are hardly any agreements."""
 ROUNDING = 0.01
@@ -95,9 +98,9 @@ class ThresholdOptions:
         help="rules thesis, public: weight of the fitted classes, the same however rare, or by their counts",
     )  # fmt: skip
     least: int = option(10, ge=2)
-    """Samples that a class needs to be fitted, and sequences that the rule risk needs."""
+    """Samples that a class needs to be fitted."""
     expected_sequences: int | None = option(None, ge=1)
-    """How many sequences will come; the first 3 % of them calibrate, and at least one."""
+    """How many sequences will come; the first 3 % of them calibrate, and at least one; as many as the rule needs."""
     calibrating_sequences: int | None = option(None, ge=1)
     """How many sequences calibrate. Where neither this nor `expected_sequences` is given, all do."""
 
@@ -119,7 +122,7 @@ class ThresholdOptions:
     def calibrating(self) -> int | None:
         """How many sequences calibrate; None is all."""
         if self.expected_sequences is not None:
-            return max(1, PERCENT * self.expected_sequences // 100)
+            return max(LEAST_SEQUENCES if self.rule == "risk" else 1, PERCENT * self.expected_sequences // 100)
         return self.calibrating_sequences
 
 
@@ -198,7 +201,7 @@ class ThresholdEstimator:
         options = dataclasses.replace(self.options, rule=rule, initial=own)
         before = options.start if before is None else before
         if rule == "risk":
-            enough = self.texts.count >= options.least
+            enough = self.texts.count >= LEAST_SEQUENCES
             return self.texts.threshold(options.risk, options.level) if enough else before
         agreements, disagreements = self.agree.count, self.disagree.count
         if agreements >= options.least and disagreements >= options.least:

@@ -17,8 +17,8 @@ Where a share p of N tokens was wrong, a share of `risk` or more shows itself so
 with N* = N were tokens independent. They are not: a sequence on which the exit errs is likely to have it err again. So whole
 sequences are the units. From the variance of wrong tokens between sequences comes the design effect, how many tokens of a
 sequence count as one (Kish 1965; Korn and Graubard 1998), and N* = N / max(1, design effect). The bound holds for every
-number of tokens; that the clustering is estimated makes the promise one for ten sequences and more, and for sequences like
-those of the calibration.
+number of tokens. The clustering is estimated, so that the promise is one for sequences like those of the calibration, and
+for enough of them that sequences on which the exit errs often are among them.
 
 What is kept is sums over sequences, for thresholds k / STEPS: they are as many after a million sequences as after one.
 """

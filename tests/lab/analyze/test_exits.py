@@ -127,6 +127,8 @@ def test_which_exits_are_shown() -> None:
     for layers, measure_name, message in (
         ((12,), "gap", "must be between 1 and 11 for this model's 12 layers, got 12"),
         (None, "hope", "unknown confidence 'hope'"),
+        (None, "gate", "unknown confidence 'gate'"),
+        (None, "kl", "unknown confidence 'kl'"),
     ):
         with pytest.raises(OptionError, match=message):
             check_exits(plain, layers, measure_name)

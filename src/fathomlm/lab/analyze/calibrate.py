@@ -13,7 +13,7 @@ from fathomlm.decode.calibration import FILE, Calibration, calibrate
 from fathomlm.decode.generation import Generation
 from fathomlm.decode.prompts import chat_prompt, encode_prompt
 from fathomlm.decode.sampling import Sampling
-from fathomlm.decode.threshold import RULES, ThresholdEstimator
+from fathomlm.decode.threshold import LEAST_SEQUENCES, RULES, ThresholdEstimator
 from fathomlm.decode.threshold_samples import STEPS
 from fathomlm.errors import OptionError, writing
 from fathomlm.lab.analyze.options import Calibrate
@@ -112,14 +112,16 @@ def _describe(record: dict[str, Any]) -> str:
 def _rule(estimator: ThresholdEstimator, rule: str) -> dict[str, float]:
     """What a rule says, and what would come of it on these texts; at the next lower threshold that is counted."""
     threshold = estimator.threshold if rule == estimator.options.rule else estimator.by(rule)
-    texts, at = estimator.texts, int(threshold * STEPS)
+    texts, at = estimator.texts, int(threshold * STEPS + 1e-9)  # 0.57 * 200 is a little less than 114
     return {"threshold": threshold, "exiting": texts.exiting(at), "wrong": texts.share(at)}
 
 
 def _describe_rule(name: str, found: dict[str, float], record: dict[str, Any]) -> str:
     if name == "risk":
         said = f"wrong below {record['risk']:.3g} of all tokens, confidence level {record['level']:g}"
-        if found["threshold"] == 1:
+        if record["texts"] < LEAST_SEQUENCES:
+            said += f"; that takes {LEAST_SEQUENCES} prompts or more"
+        elif found["threshold"] == 1:
             said += "; that takes more prompts, or a higher --risk"
     else:
         said = f"agreement at least {record['condition']:g} likely, {record['priors']} priors"

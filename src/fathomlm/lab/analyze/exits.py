@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fathomlm.decode.confidence import MEASURES, AtExit, ExitScorer, find_classifiers
+from fathomlm.decode.exiting import ONE_EXIT
 from fathomlm.decode.full import generate
 from fathomlm.decode.prompts import read_sources, start_token
 from fathomlm.decode.threshold import ThresholdEstimator, ThresholdOptions
@@ -139,8 +140,8 @@ def check_exits(plan: DepthPlan, layers: Sequence[int] | None, confidence: str) 
     last = plan.unrolled_layers
     if last < 2:
         raise OptionError("a model of one layer has no exit")
-    if confidence not in MEASURES:
-        raise OptionError(choices("confidence", confidence, MEASURES))
+    if confidence not in ONE_EXIT:
+        raise OptionError(choices("confidence", confidence, ONE_EXIT))
     if layers is None and not plan.exits and not (plan.recursions > 1 and plan.whole_passes):
         return tuple(sorted({max(1, last // 3), max(1, 2 * last // 3)}))
     return tuple(index + 1 for index in exits_of(plan, layers))

@@ -20,7 +20,7 @@ from fathomlm.cli.common import (
 from fathomlm.cli.decoding import MessageOptions
 from fathomlm.cli.display import model_name
 from fathomlm.cli.first import check_model, check_shape, check_written_directory
-from fathomlm.decode.exiting import Exiting
+from fathomlm.decode.exiting import ONE_EXIT, Exiting
 from fathomlm.decode.sampling import Sampling
 from fathomlm.decode.threshold import ThresholdOptions
 from fathomlm.depth.options import PlanOptions, RoutingOptions
@@ -147,7 +147,7 @@ class Exits(TextAnalysis, ExitPackOptions):
     context: int | None = like(TextAnalysis, "context", default_text=f"the model's context, at most {LONGEST_EXIT_ROW}")
     tokens: int = option(1024, ge=2, help="evaluate about N tokens")
     exit_layers: tuple[int, ...] | None = like(Exiting, "exit_layers", default_text="the model's own, or some of the layers")
-    confidence: str = like(Exiting, "confidence", "gap", default_text=None)
+    confidence: str = like(Exiting, "confidence", "gap", default_text=None, choices=ONE_EXIT)
     rule: ThresholdOptions = section(ThresholdOptions, rule="thesis")
     prompts: int = like(PromptOptions, "prompts", 4, ge=0, help="documents to complete for the times; 0 skips them")
     max_new_tokens: int = like(Sampling, "max_new_tokens", 32, ge=2)
@@ -254,7 +254,7 @@ class Calibrate(TextOptions, ModelOptions, ExitPackOptions, JsonOptions):
     chat: bool = like(MessageOptions, "chat", help="documents are messages, each wrapped in the model's chat template")
     max_new_tokens: int = like(Sampling, "max_new_tokens", 64)
     exit_layers: tuple[int, ...] | None = like(Exiting, "exit_layers", help="the exit, counted from 1 in unrolled depth")
-    confidence: str | None = like(Exiting, "confidence")
+    confidence: str | None = like(Exiting, "confidence", choices=(*ONE_EXIT, "gate"))
     rule: ThresholdOptions = section(ThresholdOptions)
     out: Path | None = option(
         None, metavar="DIR", first=check_written_directory, help="directory to write",
