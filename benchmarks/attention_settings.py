@@ -4,11 +4,11 @@
 
 Shapes are those of SmolLM-360M and 1.7B in bfloat16, rows and contexts those of engine_scale.py: `short` contexts are of
 requests of about 256 new tokens, somewhere on their way; `even` ones are all of 150 tokens; `long` ones are between 512 and
-2,560. The floor of decoding rows is their entries, read once at the bandwidth that a copy reaches; that of prompts is the
-arithmetic, two products over the half of all pairs that is seen, at 989 TFLOP/s. A layer of decoding rows is timed as a
-whole, too, products included. Every candidate is first compared with the plain
-twin. Calls are captured in a graph and go around copies that do not fit into the cache; kernels are compiled on all cores
-first. A table shows the settings in use (*) and the best others.
+2,560; `8192` ones are all of so many, for which 32 rows must be split to fill the GPU. The floor of decoding rows is their
+entries, read once at the bandwidth that a copy reaches; that of prompts is the arithmetic, two products over the half of
+all pairs that is seen, at 989 TFLOP/s. A layer of decoding rows is timed as a whole, too, products included. Every
+candidate is first compared with the plain twin. Calls are captured in a graph and go around copies that do not fit into the
+cache; kernels are compiled on all cores first. A table shows the settings in use (*) and the best others.
 """
 
 from __future__ import annotations
@@ -41,13 +41,15 @@ from fathomlm.kernels.row_attention import attend_rows
 from fathomlm.kernels.wide_rows import gate_rows, turn_rows, wide_add_linear, wide_norm_gated
 from fathomlm.lab.common import environment
 
-PAGE, COLUMNS, EPS, COLD, FLOPS = 16, 160, 1e-5, 200e6, 989e12
+PAGE, EPS, COLD, FLOPS = 16, 1e-5, 200e6, 989e12
 SHAPES = {"360M": (960, 2560, 15, 5, 64), "1.7B": (2048, 8192, 32, 32, 64)}
 """Hidden width, inner width, query heads, key-value heads, head width."""
 CASES = [
     ("360M", 256, "short"), ("360M", 256, "even"), ("360M", 64, "short"), ("360M", 512, "short"), ("360M", 256, "long"),
-    ("1.7B", 64, "long"), ("1.7B", 256, "short"),
+    ("1.7B", 64, "long"), ("1.7B", 256, "short"), ("360M", 32, "8192"), ("1.7B", 32, "8192"),
 ]  # fmt: skip
+LONGEST = {"short": 512, "even": 512, "long": 2562, "8192": 8192}
+"""The most tokens of a sequence, by kind of context: splits and the width of page tables follow from it."""
 PROMPTS = [("1.7B", 4, 2046), ("360M", 16, 512)]
 GATING = [(1024, 4), (512, 4), (512, 2), (1024, 8), (2048, 8), (4096, 8)]
 """Columns and warps of a program of the pass behind gate and up."""
@@ -83,7 +85,7 @@ def candidates(shape: str) -> list[Setting]:
         Setting(new(32, 1, 4, beside=False)),
     ]
     split = [tile for tile in tiles if tile in ((32, 1, 4), (64, 1, 3), (64, 2, 3), (128, 4, 3))]
-    return found + [Setting(new(*tile), splits) for tile in split for splits in (2, 4)]
+    return found + [Setting(new(*tile), splits) for tile in split for splits in (2, 4, 8)]
 
 
 def prefill_candidates() -> list[AttentionBlocks]:
@@ -109,6 +111,8 @@ def contexts(rows: int, kind: str) -> list[int]:
     while len(found) < rows:
         if kind == "even":
             found.append(150)
+        elif kind == "8192":
+            found.append(8192)
         elif kind == "long":
             found.append(draw.randint(512, 2560))
         elif (whole := draw.gauss(256, 64)) > 2 and draw.random() < whole / 512:  # long requests are there for longer
@@ -134,13 +138,13 @@ class Rows:
     """For splits: what each finds, and how many have."""
 
     @classmethod
-    def build(cls, shape: str, lengths: Sequence[int], most_copies: int = 64) -> Rows:
+    def build(cls, shape: str, lengths: Sequence[int], most_copies: int = 64, longest: int = 2560) -> Rows:
         M, _, H, G, D = SHAPES[shape]
         N, needs = len(lengths), [-(-length // PAGE) for length in lengths]
         total = sum(needs) + 1
         copies = max(1, min(most_copies, round(COLD / (4 * sum(lengths) * G * D) + 0.5)))
         order = torch.randperm(total - 1).split(needs)
-        table = torch.zeros(N, COLUMNS, dtype=torch.int32)
+        table = torch.zeros(N, -(-longest // PAGE), dtype=torch.int32)
         for row, mine in enumerate(order):
             table[row, : len(mine)] = mine
         at = [int(table[row, (n - 1) // PAGE]) * PAGE + (n - 1) % PAGE if n else -1 for row, n in enumerate(lengths)]
@@ -255,8 +259,8 @@ def compile_some(number: int, workers: int) -> None:
 
 def sweep_rows(case: tuple[str, int, str], speed: float, bad: set[Setting]) -> Record:
     shape, count, kind = case
-    lengths = contexts(count, kind)
-    rows, longest = Rows.build(shape, lengths), 512 if kind != "long" else 2562
+    lengths, longest = contexts(count, kind), LONGEST[kind]
+    rows = Rows.build(shape, lengths, longest=max(longest, 2560))
     floor, found = 1e6 * rows.moved / speed, list[Record]()
     usual = in_use(shape, count, longest)
     for setting in dict.fromkeys([usual, *candidates(shape)]):

@@ -9,10 +9,10 @@ Weights are random, and depths are drawn from what routers are trained for ("for
 workload this is: prompts of one token, output lengths normal around 256. `exits` is two loops of one block, which half of
 the tokens leave after the first, with exact fill. Every model gets as many rows as asked and memory for all of its
 sequences; equal memory is a comparison of its own, in which each side has as many rows as are best for it.
-`host_us_per_token` is what the loop takes end to end above what the device takes when decode steps are launched back to
-back. The floor is the weights, read once for each pass, and the KV cache that the step's tokens read. `--weights` compares
-weights of one byte with the model's own; `speedup` is then against the plain model's own weights. What they cost in loss is
-measured in cpu_decode.py.
+`host_us_per_token` is what the loop takes end to end for a token above what the device takes when decode steps of a full
+batch are launched back to back: the host, and rows that are empty at the end of the workload. The floor is the weights,
+read once for each pass, and the KV cache that the step's tokens read. `--weights` compares weights of one byte with the
+model's own; `speedup` is then against the plain model's own weights. What they cost in loss is measured in cpu_decode.py.
 
 The record grows over several calls: every cell is written when it is measured, one that is there is not measured again, one
 that fails is noted and the others go on (exit status 1). What the benchmark was written to show comes first.
@@ -113,7 +113,7 @@ def cells(args: argparse.Namespace) -> list[Cell]:
         *first,
         *same([(name, rows) for name, each in SAME_BYTES.items() for rows in each]),
         *(Cell(f"one {shape}", "one", partial(parts.single, shape=shape)) for shape in ("360m", "1.7b")),
-        *(Cell(f"prefill {shape}", "prefill", partial(parts.prefill, shape=shape)) for shape in parts.PREFILLS),
+        *(Cell(f"prefill {cell}", "prefill", partial(parts.prefill, cell=cell)) for cell in parts.PREFILLS),
         *(
             Cell(f"bundled {key} {rows}", "bundled", partial(parts.bundled, key=key, rows=rows, page_size=page))
             for rows, page in bundled_rows

@@ -15,6 +15,8 @@ from fathomlm.lab.drawing import LINES, MARKERS, check_matplotlib, figure_over_t
 _CELL = re.compile(rf"({'|'.join(NAMES)})_(\d+)rows")
 BEGIN, END = "<!-- engine_scale: begin -->", "<!-- engine_scale: end -->"
 """Around what the documentation quotes; `--docs` writes it anew."""
+FULL = {"mor2": 2.0, "mor4": 2.0, "exits": 0.5}
+"""Tokens for each row of a full decode step, where it is not one: with two turns, or where a token takes two rows."""
 
 
 def points(record: Record) -> dict[str, list[Record]]:
@@ -24,6 +26,16 @@ def points(record: Record) -> dict[str, list[Record]]:
         if match := _CELL.fullmatch(key):
             found.setdefault(match[1], []).append(cell | {"rows": int(match[2])})
     return {name: sorted(found[name], key=lambda cell: int(cell["rows"])) for name in NAMES if name in found}
+
+
+def device_alone(name: str, cell: Record) -> tuple[int, float]:
+    """Tokens/s of full batches launched back to back, and the microseconds that a token takes above that end to end. Records
+    without `device_tokens_per_tick` were told these of a step's average tokens in the workload, rows that are empty at its
+    end included, so that the device seemed slower than the engine; full batches bound them from the other side."""
+    if "device_tokens_per_tick" in cell:
+        return cell["device_tokens_per_s"], cell["host_us_per_token"]
+    device = 1e3 * FULL.get(name, 1.0) * cell["rows"] / cell["device_ms_per_tick"]
+    return round(device), 1e6 / cell["tokens_per_s"] - 1e6 / device
 
 
 def sweep_rows(record: Record) -> list[list[str]]:
@@ -42,7 +54,8 @@ def sweep_rows(record: Record) -> list[list[str]]:
     for name, cells in points(record).items():
         for cell in cells:
             numbers = [f"{cell['rows']}", f"{cell['slots']}", f"{cell['tokens_per_s']:,}", _times(cell)]
-            numbers += [f"{cell['device_tokens_per_s']:,}", f"{cell['host_us_per_token']:.2f}"]
+            device, host = device_alone(name, cell)
+            numbers += [f"{device:,}", f"{host:.2f}"]
             rows.append([NAMES[name], *numbers, f"{cell['floor_share']:.0%}", f"{cell['inter_token_ms_p50']:.2f}"])
     return rows
 
@@ -79,13 +92,13 @@ def arrival_rows(record: Record) -> list[list[str]]:
 
 def other_rows(record: Record) -> list[list[str]]:
     rows = [["what", "measured"]]
-    for shape in ("360m", "1.7b"):
-        if one := record.get(f"vanilla_{shape}_1row"):
+    for key, said in (("360m", "plain 360m"), ("mor3_360m", f"{NAMES['mor3']}, 360m"), ("1.7b", "plain 1.7b")):
+        if one := record.get(f"vanilla_{key}_1row"):
             part = f"{one['ms_per_token']:.3f} ms per token, {one['floor_share']:.0%} of what reading the weights allows"
-            rows.append([f"plain {shape}, one sequence", part])
-        if read := record.get(f"prefill_{shape}"):
+            rows.append([f"{said}, one sequence", part])
+        if read := record.get(f"prefill_{key}"):
             part = f"{read['tokens_per_s']:,} tokens/s, {read['mfu']:.0%} of 989 TFLOP/s in products"
-            rows.append([f"plain {shape}, prompts of {read['prompt']:,} tokens", part])
+            rows.append([f"{said}, prompts of {read['prompt']:,} tokens", part])
     return rows
 
 
@@ -103,9 +116,10 @@ def page(record: Record, picture: str) -> str:
         f"Memory is read at {record['reading_gb_per_s']} GB/s.", "",
         f"Unless another workload is named: prompts of one token, {settings['mean']:g} new tokens on average (standard "
         f"deviation: a quarter of that), {settings['rounds']} requests for each concurrent sequence, memory for all. "
-        "`device alone` is the same decode steps launched back to back, `host` what the loop takes above that, `floor` the "
-        "share of the time in which weights and the KV cache could have been read once, `ms/token` the median over requests "
-        "of the mean time between tokens.", "",
+        "`device alone` is decode steps of a full batch launched back to back, `host` what a token takes above that end to "
+        "end: the host, and rows that are empty at the end of the workload. `floor` is the share of the time in which "
+        "weights and the KV cache could have been read once, `ms/token` the median over requests of the mean time between "
+        "tokens.", "",
         f"![Throughput against latency]({picture})", "", *markdown(sweep_rows(record)),
     ]  # fmt: skip
     for title, rows in (
@@ -173,7 +187,7 @@ def quote(record: Record, link: str) -> str:
     where, stem = record["environment"], link.removesuffix(".json")
     lines = [
         f"{where['device']}, torch {where['torch']}, {where['date']} ([record]({link}), [tables]({stem}.md)). Tokens/s end "
-        "to end, in brackets the device alone:",
+        "to end, in brackets those of the device alone with full batches:",
         "", *markdown(quoted_sweep(record)), "", quoted_range(record), "", f"![Throughput against latency]({stem}.png)",
     ]  # fmt: skip
     best = [row[:6] for row in best_rows(record)]
@@ -194,13 +208,14 @@ def quoted_sweep(record: Record) -> list[list[str]]:
     rows = [["batch size", *(NAMES[name] for name in found)]]
     for size in sizes:
         cells = [next((cell for cell in found[name] if cell["rows"] == size), None) for name in found]
-        rows.append([str(size), *("-" if cell is None else _speed(cell) for cell in cells)])
+        told = zip(found, cells, strict=True)
+        rows.append([str(size), *("-" if cell is None else _speed(name, cell) for name, cell in told)])
     return rows
 
 
-def _speed(cell: Record) -> str:
+def _speed(name: str, cell: Record) -> str:
     """With the factor against the plain model, where it is another."""
-    said = f"{_round(cell['tokens_per_s'])} ({_round(cell['device_tokens_per_s'])})"
+    said = f"{_round(cell['tokens_per_s'])} ({_round(device_alone(name, cell)[0])})"
     return said if cell.get("speedup", 1.0) == 1.0 else f"{said}: {cell['speedup']:.2f} times"
 
 
@@ -210,11 +225,11 @@ def _round(speed: int) -> str:
 
 def quoted_range(record: Record) -> str:
     """What the host takes where batches are large, and how near the floor they come."""
-    large = [cell for cells in points(record).values() for cell in cells if cell["rows"] >= 256]
+    large = [(name, cell) for name, cells in points(record).items() for cell in cells if cell["rows"] >= 256]
     if not large:
         return "Batches of 256 and more were not measured."
-    hosts, floors = [cell["host_us_per_token"] for cell in large], [cell["floor_share"] for cell in large]
+    hosts, floors = [device_alone(*each)[1] for each in large], [cell["floor_share"] for _, cell in large]
     return (
-        f"At 256 and more the host adds at most {max(0.0, *hosts):.1f} us per token; reading weights and KV cache "
-        f"once would take {min(floors):.0%} to {max(floors):.0%} of the time."
+        f"At 256 and more the host and empty rows add at most {max(0.0, *hosts):.1f} us per token; reading weights and KV "
+        f"cache once would take {min(floors):.0%} to {max(floors):.0%} of the time."
     )

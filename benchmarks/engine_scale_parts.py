@@ -44,7 +44,9 @@ LOADS = (0.5, 0.8, 0.95)
 BURSTS = (4, 8, 16, None)
 """Decode steps of a burst; None as the engine chooses them."""
 SHORT = Sampling(max_new_tokens=2, ignore_eos=True)
-PREFILLS = {"360m": (512, 512), "1.7b": (2048, 96)}
+PREFILLS = {"360m": ("vanilla", "360m"), "1.7b": ("vanilla", "1.7b"), "mor3_360m": ("mor3", "360m")}
+"""By cell, the model and its shape."""
+PROMPTS = {"360m": (512, 512), "1.7b": (2048, 96)}
 """By shape, prompt tokens and requests."""
 PROFILED = [("vanilla", 1), ("vanilla", 32), ("vanilla", 256), ("mor3", 32), ("mor3", 256), ("exits", 256)]
 """Cells whose kernels are listed: a profile takes as long as the rest of a cell."""
@@ -119,6 +121,13 @@ def read_bytes_per_token(bench: ScaleBench, model: FathomForCausalLM, context: f
     return context * layer * (outer + plan.core_layers * sum(part**2 for part in plan.routing.capacity))
 
 
+def layers_per_token(plan: DepthPlan) -> float:
+    """On average, where as many tokens run each recursion as routers are trained for."""
+    if plan.routing is None:
+        return float(plan.unrolled_layers)
+    return sum(step.part != "core" for step in plan) + plan.core_layers * sum(plan.routing.capacity)
+
+
 def measure(bench: ScaleBench, name: str, rows: int, weights: str = WEIGHTS[0]) -> None:
     """One model at one batch size, with memory for all of its sequences."""
     bench.profiles((name, rows) in PROFILED or weights != WEIGHTS[0])
@@ -132,7 +141,7 @@ def measure(bench: ScaleBench, name: str, rows: int, weights: str = WEIGHTS[0]) 
     found = bench.throughput(engine, count) | {"requests": count, "weights_gb": round(size_of(model) / 1e9, 4)}
     found |= bench.replay(engine)
     found["memory_gb"] = round(found["kv_gb"] + found["weights_gb"], 4)
-    device = 1e3 * found["tokens_per_tick"] / found["device_ms_per_tick"]
+    device = 1e3 * found["device_tokens_per_tick"] / found["device_ms_per_tick"]
     found["device_tokens_per_s"] = round(device)
     found["host_us_per_token"] = round(1e6 / found["tokens_per_s"] - 1e6 / device, 3)
     new = [one.sampling.max_new_tokens for one in requests(count, bench.args.mean, bench.args.mean / 4, 2)]
@@ -277,15 +286,18 @@ def memory_for(model: FathomForCausalLM, rows: int, page_size: int = 16) -> int:
     return ample_memory(model.decoder, EngineOptions(batch_size=rows, max_length=LONGEST, page_size=page_size), LONGEST)
 
 
-def prefill(bench: ScaleBench, shape: str) -> None:
+def prefill(bench: ScaleBench, cell: str) -> None:
     """Prompts alone: each request has one new token, so nearly all of the time is reading. MFU counts two operations for
-    each weight of the layers and token, and nothing of attention, logits or embeddings."""
+    each weight of the layers that a token runs, and nothing of attention, logits or embeddings."""
+    name, shape = PREFILLS[cell]
     a = bench.shapes[shape]
-    prompt, count = PREFILLS[shape]
-    model = build(a, plan_for(a, "vanilla"), bench.device)
+    prompt, count = PROMPTS[shape]
+    plan = plan_for(a, name)
+    model = build(a, plan, bench.device)
     prompt, count = (20, 8) if bench.args.tiny else (min(prompt, a.context - 2), count)
+    depths = {} if plan.routing is None else {"forced_depths": plan.routing.capacity}
     memory = int(1.1 * 2 * count * (prompt + 16) * a.layers * a.kv_bytes(2))
-    engine = bench.engine(model, 64, max_length=prompt + 2, memory=memory)
+    engine = bench.engine(model, 64, max_length=prompt + 2, memory=memory, **depths)
     draw, seconds, results = random.Random(0), 0.0, []
     for part in (0, 1):  # the first round warms up
         work = [
@@ -300,7 +312,7 @@ def prefill(bench: ScaleBench, shape: str) -> None:
         finish(bench.device)
         seconds = time.perf_counter() - begun
     tokens = count * prompt
-    flops = 2 * a.layers * a.layer_parameters * tokens
+    flops = 2 * layers_per_token(plan) * a.layer_parameters * tokens
     found = {
         "tokens_per_s": round(tokens / seconds), "mfu": round(flops / seconds / TENSOR_FLOPS, 4), "prompt": prompt,
         "requests": count, "seconds": round(seconds, 3), "chunk": engine.runner.sizes.prefill_chunk,
@@ -310,7 +322,7 @@ def prefill(bench: ScaleBench, shape: str) -> None:
         few = work[: max(1, engine.runner.sizes.prefill_chunk // prompt)]
         ranked = kernel_times(lambda: engine.run(few))[: bench.kernels]
         found["profile"] = [{"kernel": kernel, "us": round(us), "calls": calls} for kernel, calls, us in ranked]
-    bench.note(f"prefill_{shape}", found)
+    bench.note(f"prefill_{cell}", found)
 
 
 def single(bench: ScaleBench, shape: str) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from random import Random
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -28,7 +28,8 @@ from fathomlm.depth.relaxation import build_relaxation
 from fathomlm.engine import core_passes
 from fathomlm.engine.engine import Engine
 from fathomlm.engine.kv_pages import page_bytes
-from fathomlm.engine.request import Event, Finished, Request, TokenEvent
+from fathomlm.engine.request import Event, Finished, Request, Result, TokenEvent
+from fathomlm.engine.sequence import Sequence
 from fathomlm.engine.sizing import followed_passes
 from fathomlm.errors import QueueFull, RequestTooLarge
 from fathomlm.model.seq2seq import FathomModel
@@ -37,6 +38,9 @@ from model.route.small import model_of
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 VOCAB = 24
+Listens = Literal["at once", "slowly", "not"]
+SLOW = 3
+"""Steps after which a slow listener looks at what has come."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -186,9 +190,11 @@ class Ask:
     new: int
     seed: int | None
     patience: int | None
-    """Tokens after which it is cancelled; at 0, when it has just been handed in."""
+    """Tokens of which its listener has heard after which it is cancelled; without a listener, four times as many steps. At
+    0, when it has just been handed in."""
     threshold: Threshold | None = None
     """Its own, where tokens may leave; one for all exits, or one for each."""
+    listens: Listens = "at once"
 
 
 def references(kind: str, asks: list[Ask]) -> list[Right]:
@@ -227,15 +233,38 @@ def drawn_at_leisure(kind: str, asks: list[Ask], setting: Exiting | None) -> lis
 @dataclass
 class Heard:
     ask: Ask
-    events: list[Event] = field(default_factory=list)
+    bursts: list[list[Event]] = field(default_factory=list)
+    """As the engine handed them out: the lists themselves, which a slow listener has not looked at."""
+    read: int = 0
+    """Of these the ones that the listener has looked at."""
+    steps: int = 0
+    """That the engine has made since."""
+    sequence: Sequence | None = None
+    """The engine's, once it is taken."""
 
     @property
-    def tokens(self) -> tuple[int, ...]:
-        return tuple(event.token for event in self.events if isinstance(event, TokenEvent))
+    def result(self) -> Result | None:
+        return None if self.sequence is None else self.sequence.result
 
     @property
-    def over(self) -> bool:
-        return bool(self.events) and isinstance(self.events[-1], Finished)
+    def events(self) -> list[Event]:
+        return [event for burst in self.bursts for event in burst]
+
+    def look(self) -> None:
+        """After every step; a slow listener now and then."""
+        self.steps += 1
+        if self.ask.listens == "at once" or self.steps % SLOW == 0:
+            self.read = len(self.bursts)
+
+    def leaves(self) -> bool:
+        """Whether it cancels. A slow listener may not have heard that there is nothing left to cancel."""
+        if self.ask.patience is None:
+            return False
+        if self.ask.listens == "not":
+            return self.result is None and self.steps >= 4 * self.ask.patience
+        heard = [event for burst in self.bursts[: self.read] for event in burst]
+        over = bool(heard) and isinstance(heard[-1], Finished)
+        return not over and sum(isinstance(event, TokenEvent) for event in heard) >= self.ask.patience
 
 
 STEMS = ((5, 9, 13, 7, 21, 2, 14, 13, 10), (5, 9, 13, 7, 1), (8, 8, 8, 8, 8, 8), (20,))
@@ -261,6 +290,7 @@ def asks(kind: str) -> st.SearchStrategy[Ask]:
         seed=st.sampled_from([None, None, 11]),
         patience=st.sampled_from([None, None, None, None, 0, 1, 3]),
         threshold=st.sampled_from(thresholds(kind)),
+        listens=st.sampled_from(["at once", "at once", "not", "slowly"]),
     )
 
 
@@ -278,6 +308,7 @@ def sizes(draw: st.DrawFn, kind: str) -> dict[str, Any]:
         "lag": draw(st.integers(0, 2)),
         "burst": draw(st.sampled_from([1, 1, 3])),
         "prefix_caching": draw(st.booleans()),
+        "stream_interval": draw(st.sampled_from([1, 1, 3])),
     }
     if kind.startswith("routed"):
         chosen["cores"] = draw(st.sampled_from([None, None, 1, 2, 3]))
@@ -302,10 +333,12 @@ def play(kind: str, engine: Engine, history: list[Ask]) -> list[Heard]:
             _submit(kind, engine, waiting.pop(0), heard)
             idle = 0
         for id, one in enumerate(heard):
-            patience = one.ask.patience
-            if patience is not None and not one.over and len(one.tokens) >= patience:
-                assert engine.cancel(id)
+            if one.leaves():
+                running = one.result is None
+                assert engine.cancel(id) == running
         engine.step()
+        for one in heard:
+            one.look()
         idle += 1
         steps -= 1
         assert steps, "somebody waits for ever"
@@ -317,7 +350,7 @@ def _submit(kind: str, engine: Engine, ask: Ask, heard: list[Heard]) -> None:
     one = Heard(ask)
     try:
         request = Request(id=len(heard), prompt=ask.prompt, sampling=sampling, exit_threshold=ask.threshold)
-        engine.submit(request, one.events.extend)
+        one.sequence = engine.submit(request, None if ask.listens == "not" else one.bursts.append)
     except QueueFull:
         assert len(engine.scheduler.waiting) >= engine.options.max_queue
     except RequestTooLarge:
@@ -336,22 +369,36 @@ def _fits(kind: str, engine: Engine, ask: Ask) -> bool:
 
 def check(kind: str, engine: Engine, heard: list[Heard]) -> None:
     for one, right in zip(heard, references(kind, [one.ask for one in heard]), strict=True):
-        ask = one.ask
-        *said, last = one.events
-        assert [event.index for event in said] == list(range(len(said)))
-        if last.reason == "cancelled":
+        ask, result = one.ask, one.result
+        assert result is not None
+        many, reason = len(result.tokens), result.finish.reason
+        if reason == "cancelled":
             assert ask.patience is not None
-            assert one.tokens == right.tokens[: len(said)]
+            assert result.tokens == right.tokens[:many]
         else:
-            assert one.tokens == right.tokens[: ask.new]
-            assert last.reason == ("length" if len(right.tokens) > ask.new else right.finish)
-        depths, sures = (event.depth for event in said), (event.confidence for event in said)
+            assert result.tokens == right.tokens[: ask.new]
+            assert reason == ("length" if len(right.tokens) > ask.new else right.finish)
         if not kind.startswith("drafts"):  # there a depth says what was drafted, which may be anything
-            assert tuple(depths) == (right.depths or (None,) * MOST_NEW)[: len(said)]
+            assert result.depths == (None if right.depths is None else right.depths[:many])
         if right.confidences is not None:
-            assert list(sures) == pytest.approx(right.confidences[: len(said)], abs=1e-4)
+            assert list(result.confidences or ()) == pytest.approx(right.confidences[:many], abs=1e-4)
+        if ask.listens != "not":
+            events_are_those_of(result, one.bursts, engine.options.stream_interval)
     assert engine.totals.finished == len(heard)
     nothing_is_left(engine)
+
+
+def events_are_those_of(result: Result, bursts: list[list[Event]], interval: int) -> None:
+    """The first token comes at once, then there are as many as asked for at a time, but for the last."""
+    *said, last = [event for burst in bursts for event in burst]
+    assert last == result.finish
+    assert [event.index for event in said] == list(range(len(said)))
+    assert tuple(event.token for event in said) == result.tokens
+    assert tuple(event.depth for event in said) == (result.depths or (None,) * len(said))
+    if result.confidences is not None:
+        assert tuple(event.confidence for event in said) == result.confidences
+    told = [len(burst) for burst in bursts if isinstance(burst[0], TokenEvent)]
+    assert all(many >= interval for many in told[1:-1])
 
 
 def nothing_is_left(engine: Engine) -> None:
@@ -377,7 +424,7 @@ def live(kind: str, sizes: dict[str, Any], history: list[Ask]) -> Counter[str]:
     heard = play(kind, engine, history)
     counters = engine.counters()
     check(kind, engine, heard)
-    happened = Counter(one.events[-1].reason for one in heard)
+    happened = Counter(one.result.finish.reason for one in heard if one.result is not None)
     happened.update(preempted=counters.preemptions, prefixes=counters.prefix_hits)
     return happened
 
@@ -424,11 +471,12 @@ def test_crowds(kind: str, lives: int) -> None:
         if life >= lives and everything <= set(happened):
             break
         lag = (first + life) % 3
-        random = Random(lag)
+        random, listening = Random(lag), Random(lag)
         sizes: dict[str, Any] = {
             "batch_size": 4, "max_sequences": 4 if kind in TOGETHER else 6, "page_size": random.choice((1, 2)),
             "max_length": SHORT,
             "prefill_chunk": random.choice((2, 8)), "lag": lag, "burst": random.choice((1, 2)),
+            "stream_interval": 1 + first % 2,
         }  # fmt: skip
         if encodes(kind):
             page = page_bytes(model(kind).architecture, PLANS[kind].unrolled_layers, sizes["page_size"], torch.float32)
@@ -441,6 +489,7 @@ def test_crowds(kind: str, lives: int) -> None:
                 seed=random.choice((None, 11)),
                 patience=random.choice((None, None, None, 4)),
                 threshold=random.choice(([*thresholds(kind), None, None])[:3]),
+                listens=listening.choice(("at once", "at once", "not", "slowly")),
             )
             for _ in range(8)
         ]

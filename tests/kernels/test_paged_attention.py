@@ -136,13 +136,20 @@ def test_float8_pages_and_a_given_output() -> None:
 
 @pytest.mark.parametrize("rows", [1, 3, 32, 64, 512])
 @pytest.mark.parametrize("groups", [1, 5, 32])
-@pytest.mark.parametrize("longest", [1, 127, 128, 2048, 131072])
+@pytest.mark.parametrize("longest", [1, 127, 128, 2048, 8192, 131072])
 def test_splits(rows: int, groups: int, longest: int) -> None:
     splits = choose_splits(rows, groups, longest, sms=132)
     assert 1 <= splits <= module.MAX_SPLITS
     assert splits == 1 or longest // splits >= module.LEAST_ENTRIES
     assert splits == 1 or rows * groups * (splits - 1) < 2 * 132
     assert splits == module.MAX_SPLITS or longest < 2 * 128 * splits or rows * groups * splits >= 2 * 132
+
+
+@pytest.mark.parametrize(("groups", "splits"), [(1, 9), (3, 3), (5, 2), (8, 2), (9, 1), (32, 1)])
+def test_long_contexts_of_a_usual_batch_give_every_multiprocessor_two_programs(groups: int, splits: int) -> None:
+    """32 rows of 8,192 tokens: SmolLM2-360M has 5 groups, the 1.7B model 32."""
+    assert choose_splits(32, groups, 8192, sms=132) == splits
+    assert 32 * groups * splits >= 2 * 132
 
 
 def test_sizes_of_workspaces() -> None:

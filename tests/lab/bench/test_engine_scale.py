@@ -52,7 +52,7 @@ def call(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
 def cell(speed: int, latency: float) -> dict[str, Any]:
     return {
         "tokens_per_s": speed, "slots": 64, "device_tokens_per_s": speed + 500, "host_us_per_token": 1.25,
-        "floor_share": 0.375, "inter_token_ms_p50": latency, "rows": 1,
+        "floor_share": 0.375, "inter_token_ms_p50": latency, "rows": 1, "device_tokens_per_tick": 1.0,
     }  # fmt: skip
 
 
@@ -68,18 +68,34 @@ def test_cells_add_up_over_calls(
     assert "measured before: rows vanilla 2\n" in capsys.readouterr().out
     second = json.loads(out.read_text())
     assert second["vanilla_2rows"] == first["vanilla_2rows"]
+    ahead = {name: second[f"{name}_2rows"]["device_tokens_per_tick"] for name in ("vanilla", "mor3", "exits")}
+    assert ahead["vanilla"] == 2.0  # every row has a token, which those of the workload's last steps do not
+    assert 0 < ahead["exits"] < ahead["mor3"] <= 2.0
     assert second["mor3_2rows"]["mean_depth"] > 1
     assert 0 < second["exits_2rows"]["exit_rate"] < 1
     for name in ("vanilla", "mor3", "exits"):
         found = second[f"{name}_2rows"]
         assert found["speedup"] == round(found["tokens_per_s"] / second["vanilla_2rows"]["tokens_per_s"], 3)
         assert found["floor_share"] > 0
+        device = 1e3 * found["device_tokens_per_tick"] / found["device_ms_per_tick"]
+        assert found["device_tokens_per_s"] == round(device)
         assert found["preemptions"] == 0
     assert call(monkeypatch, *words, "vanilla", "--overbook", "3") == 2
     assert "measured with another settings" in capsys.readouterr().err
     assert call(monkeypatch, *words, "mor2", "--minutes", "0") == 0
     assert "not begun, call again: rows mor2 2\n" in capsys.readouterr().out
     assert json.loads(out.read_text()) == second
+
+
+def test_prompts_are_measured_for_plain_and_routed_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "scale.json"
+    assert call(monkeypatch, "--out", str(out), "--tiny", "--mean", "4", "--parts", "prefill") == 0
+    record = json.loads(out.read_text())
+    assert list(record["seconds"]) == ["prefill 360m", "prefill 1.7b", "prefill mor3_360m"]
+    for cell in ("360m", "1.7b", "mor3_360m"):
+        found = record[f"prefill_{cell}"]
+        assert found["tokens_per_s"] > 0
+        assert (found["prompt"], found["requests"]) == (20, 8)
 
 
 def test_a_cell_that_fails_loses_nothing_else_and_is_tried_again_last(
@@ -126,7 +142,10 @@ def test_what_was_asked_for_comes_first() -> None:
     names = [found.name for found in engine_scale.cells(args)]
     assert len(set(names)) == len(names)
     assert names[:2] == ["rows vanilla 256", "rows mor3 256"]
-    last = max(names.index(f"{part}") for part in ("prefill 1.7b", "one 1.7b", "long mor3 256", "bundled bundled 256"))
+    last = max(
+        names.index(f"{part}")
+        for part in ("prefill 1.7b", "prefill mor3_360m", "one 1.7b", "long mor3 256", "bundled bundled 256")
+    )
     assert last < names.index("rows exits 1")
     first = engine_scale.cells(args)[0]
     assert first.expected({}) == engine_scale.PARTS["rows"]
@@ -257,12 +276,39 @@ def test_the_documentation_quotes_a_record(records: ModuleType, pages: ModuleTyp
     assert "old figures" not in found
     assert "| 1 | - | 1,690 (2,190) |" in found
     assert "| 256 | 120,600 (121,100) | 181,200 (181,700): 1.50 times |" in found
-    assert "At 256 and more the host adds at most 1.2 us per token" in found
+    assert "At 256 and more the host and empty rows add at most 1.2 us per token" in found
     assert pages.quoted(found, record, "../results/scale.json") == found
     with pytest.raises(OptionError, match="one part between"):
         pages.quoted("nothing to fill in", record, "scale.json")
 
 
-def test_the_engines_page_has_a_place_for_figures(pages: ModuleType) -> None:
+def test_records_without_the_devices_own_tokens_are_bounded_by_full_batches(pages: ModuleType) -> None:
+    """They took a workload's average step for what the device does, which made the host cost less than nothing."""
+    old = {"rows": 256, "tokens_per_s": 140_129, "device_ms_per_tick": 1.7638, "host_us_per_token": -0.483}
+    assert pages.device_alone("vanilla", old) == (145_141, pytest.approx(0.246, abs=1e-3))
+    assert pages.device_alone("mor2", old)[0] == 290_282  # two turns
+    assert pages.device_alone("exits", old)[0] == 72_571  # a token takes two rows
+    new = old | {"device_tokens_per_tick": 250.0, "device_tokens_per_s": 141_739, "host_us_per_token": 0.081}
+    assert pages.device_alone("vanilla", new) == (141_739, 0.081)
+
+
+def test_layers_that_a_token_runs() -> None:
+    import engine_scale_parts
+
+    from fathomlm.depth import DepthPlan, build_routing
+
+    assert engine_scale_parts.layers_per_token(DepthPlan.vanilla(6)) == 6
+    routed = DepthPlan.build("middle-cycle", 2, 6, "add").with_routing(build_routing("expert", 2))
+    assert engine_scale_parts.layers_per_token(routed) == 2 + 2 * 1.5
+
+
+def test_the_documentation_says_what_the_records_say(pages: ModuleType) -> None:
+    import engine_throughput  # type: ignore[import-not-found]
+
+    results = ROOT / "benchmarks" / "results"
+    record = json.loads((results / "engine_scale_h200.json").read_text())
     text = (ROOT / "docs" / "engine.md").read_text()
-    assert text.count(pages.BEGIN) == text.count(pages.END) == 1
+    assert pages.quoted(text, record, "../benchmarks/results/engine_scale_h200.json") == text
+    assert pages.page(record, "engine_scale_h200.png") == (results / "engine_scale_h200.md").read_text()
+    older = json.loads((results / "engine_h200.json").read_text())
+    assert engine_throughput.table(older) == (results / "engine_h200.md").read_text()
