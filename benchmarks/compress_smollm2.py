@@ -5,6 +5,10 @@
     python benchmarks/compress_smollm2.py run --out benchmarks/results/compress_smollm2_h200.json --work runs/study
     python benchmarks/compress_smollm2.py table benchmarks/results/compress_smollm2_h200.json
 
+The shipped record has the losses of `--studies uptrain uptrain-long compress compress-vocab`. With `--rounds 0`
+nothing is timed: losses are the ledger's, and times those that the record has already, with the environment in which they
+were measured.
+
 Losses and tasks are those of the studies' ledger, means over seeds, against the original that was uptrained on as many
 tokens (of several rates the best; where none was, the first study's). Bytes are parameters in one number format, LoRA and
 embeddings included. A model with fewer tokens needs more of them for a text; its losses are given per token of the original.
@@ -25,6 +29,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -245,6 +250,8 @@ def run(args: argparse.Namespace) -> None:
         "models": chosen(models, best, args.budget),
         "curve": models,
     }
+    if not args.rounds and args.out.exists():
+        keep_times(record, json.loads(args.out.read_text()))
     save(record, args.out)
     timed: dict[str, Timed] = {}
     for kind, found in record["models"].items() if args.rounds else ():
@@ -264,6 +271,26 @@ def run(args: argparse.Namespace) -> None:
     print(table(record))
     keys = ("variant", "bytes_share", "loss_gap", "lambada_share")
     print(json.dumps({"best": {key: record["best"].get(key) for key in keys}}))
+
+
+def keep_times(record: Record, before: Record) -> None:
+    """Put in the times of an earlier record's models, with the settings and the environment in which they were measured. The
+    losses are of the ledger as it is now, whose runs have environments of their own."""
+    times = {_run_of(model): _times(model) for model in before["curve"]}
+    for model in record["curve"]:  # `best` and `models` are among them
+        model |= times.get(_run_of(model), {})
+    record |= {name: before[name] for name in ("environment", "settings")}
+    record["losses_of"] = str(date.today())
+
+
+def _run_of(model: Record) -> tuple[str, ...]:
+    return tuple(model[name] for name in ("study", "variant", "budget"))
+
+
+def _times(model: Record) -> Record:
+    return {
+        name: value for name, value in model.items() if name in ("timed", "exit_rate") or name.startswith("tokens_per_s_")
+    }
 
 
 def save(record: Record, out: Path) -> None:
@@ -307,7 +334,7 @@ def main() -> None:
     go.add_argument("--work", type=Path, default=Path("runs/study"), help="where runs kept their models")
     go.add_argument("--budget", type=float, default=0.6, help="part of the original's bytes that `best` may have")
     go.add_argument("--rows", type=int, default=64)
-    go.add_argument("--rounds", type=int, default=5, help="0 writes what the ledger says, without times")
+    go.add_argument("--rounds", type=int, default=5, help="0 writes what the ledger says and keeps the times of --out")
     go.add_argument("--waves", type=int, default=3, help="requests of a round for each row")
     go.add_argument("--new", type=int, default=128, help="new tokens of a request")
     go.add_argument("--threshold", type=float, default=0.9, help="confidence above which tokens exit")

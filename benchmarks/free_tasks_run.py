@@ -1,7 +1,7 @@
 """One task of `free_tasks.py` from training to times, in several processes, within a time limit.
 
     python benchmarks/free_tasks.py prepare --tasks TASKS --out data/free                                  # no GPU
-    python benchmarks/free_tasks_run.py translation --data data/free --out OUT --minutes 7.5               # 15 variants
+    python benchmarks/free_tasks_run.py translation --data data/free --out OUT --minutes 7.5 --seeds 0     # 15 variants
     python benchmarks/free_tasks_run.py summary     --data data/free --out OUT --minutes 6.6 --workers 9
     python benchmarks/free_tasks_run.py translation --data data/free --out OUT --minutes 8 --only 'calm*' --seeds 0 1 2
     tar xzf OUT/free-translation.tgz                                                                       # no GPU
@@ -14,7 +14,7 @@ process records its steps for timing and waits. When all texts are decoded, or `
 ends, and the variants are timed one after another, those first that promise most, with nothing else on the device.
 
 What is there is packed into OUT/free-TASK.tgz (ledger, lines, logs, metrics) again and again, so that a machine that ends
-early loses little. With `--seeds` every variant is trained so many times. A decoder that fails goes on with the reference,
+early loses little. Every variant is trained with each of `--seeds`, or of the study's. A decoder that fails goes on with the reference,
 timing without compiled layers; a trainer that fails is started again, `--retries` times. Models stay under `--work`.
 """
 

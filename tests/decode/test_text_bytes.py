@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from fathomlm.decode.text import ByteTextStream, TextStream, TokenTable
+from fathomlm.decode.byte_text import ByteTextStream, TokenTable
+from fathomlm.decode.text import TextStream
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 HALF = "bÃ"

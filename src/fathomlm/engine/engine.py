@@ -16,10 +16,11 @@ from typing import Any
 
 import numpy as np
 
+from fathomlm.decode.byte_text import ByteTextStream, TokenTable
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.prompts import Prompt, encode_prompts, end_tokens, start_token
 from fathomlm.decode.sampling import Sampling
-from fathomlm.decode.text import ByteTextStream, TextStream, TokenTable
+from fathomlm.decode.text import TextStream
 from fathomlm.engine.launches import Launches
 from fathomlm.engine.options import EngineOptions
 from fathomlm.engine.programs.base import (

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from fathomlm.decode.text import byte_letters, is_byte_level, letter_bytes
+from fathomlm.decode.byte_text import byte_letters, is_byte_level, letter_bytes
 
 SHORT = 1 << 14
 """Characters, or token ids, up to which a prompt is short: it is tokenized in milliseconds."""

@@ -42,6 +42,29 @@ def test_losses_are_those_of_the_original_s_tokens() -> None:
         compare(model(24_576, 2.6, 0.3, 3.1, 1030), original)
 
 
+def test_without_rounds_times_are_those_that_were_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the shipped ledger and record, as the page says it: losses anew, times and their environment as they were."""
+    import compress_smollm2
+
+    shipped, out = ROOT / "benchmarks" / "results" / "compress_smollm2_h200.json", tmp_path / "record.json"
+    before = json.loads(shipped.read_text())
+    aged = before | {"curve": [{**model, "loss": 9.0} for model in before["curve"] if model["study"] != "compress-vocab"]}
+    out.write_text(json.dumps(aged))
+    words = ["run", "--rounds", "0", "--out", str(out), "--ledger", str(ROOT / "benchmarks" / "results" / "study")]
+    words += ["--studies", "uptrain", "uptrain-long", "compress", "compress-vocab"]
+    monkeypatch.setattr(sys, "argv", ["compress_smollm2.py", *words])
+    compress_smollm2.main()
+    after = json.loads(out.read_text())
+    assert {**after, "losses_of": ""} == {**before, "losses_of": ""}, "the shipped record is the ledger's"
+    assert after["environment"]["device"] == "NVIDIA H200"
+    assert after["models"]["dropped"]["tokens_per_s_one_row"] == before["models"]["dropped"]["tokens_per_s_one_row"] > 0
+    assert "timed" not in after["models"]["fewer tokens"]
+    assert {model["study"] for model in after["curve"]} == {"uptrain", "uptrain-long", "compress", "compress-vocab"}
+    out.unlink()
+    compress_smollm2.main()
+    assert not any("timed" in model for model in json.loads(out.read_text())["curve"])
+
+
 def test_a_share_of_the_characters_are_of_some_sources(tmp_path: Path) -> None:
     sources = ("novels-100en", "elife", "standardebooks", "frus")
     for shard in range(2):

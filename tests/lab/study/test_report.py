@@ -110,6 +110,17 @@ def test_claims_of_one_text_are_told_apart(values: Values, tmp_path: Path) -> No
     assert text.count("**a** (ours)") == text.count("**a** (`tab_mor:main_results`)") == 1
 
 
+def test_a_note_and_a_missing_claim_are_said(values: Values, tmp_path: Path) -> None:
+    study = build_study(values(note="Replaced by\n  another.", claims=[]), "test")
+    fill(study, Ledger(tmp_path), lambda job: 3.0)
+    text = page(results_of([study], Ledger(tmp_path)), Path("results.md"))
+    assert "## small: A small study\n\nReplaced by another.\n\nA question of ours." in text
+    assert "No claim is made here, and no verdict drawn from this table." in text
+    assert "## Summary" not in text
+    (found,) = results_of([build_study(values(), "test")], Ledger(tmp_path))
+    assert "No claim is made here" not in page([found], Path("results.md"))
+
+
 def test_the_page_in_docs_is_the_ledgers() -> None:
     studies = [study for study in map(read_study, shipped_studies()) if not study.example]
     ledger = Ledger(ROOT / "benchmarks/results/study")

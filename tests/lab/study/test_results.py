@@ -10,7 +10,7 @@ import pytest
 
 from fathomlm.lab.study.jobs import Job, Place, jobs_of
 from fathomlm.lab.study.ledger import Ledger
-from fathomlm.lab.study.results import Results, collect, overall
+from fathomlm.lab.study.results import Results, beside_others, collect, overall
 from fathomlm.lab.study.spec import Study, build_study
 from lab.study.synthetic import fill, record_of
 
@@ -119,6 +119,23 @@ def test_runs_of_other_settings_or_another_corpus_do_not_count(values: Values, t
     assert len(found.records) == 6
     assert {record["loss"] for record in found.records} == {3.0}
     assert found.left_out == 2
+
+
+def test_rates_are_of_runs_that_had_the_device_to_themselves(values: Values) -> None:
+    """A run beside which another one began and ended counts one process at its own beginning and end."""
+    study = build_study(values(seeds=[0]), "test")
+    first, second, third = jobs_of(study, Place(None, Path()))
+
+    def made(job: Job, minute: int, seconds: float, **more: object) -> dict[str, Any]:
+        return record_of(job, 3.0, date=f"2026-11-16T12:{minute:02}:00+00:00", seconds=seconds, **more)
+
+    long, within, later = made(first, 30, 1200.0), made(second, 20, 60.0, processes=2), made(third, 40, 600.0)
+    assert beside_others([long, within, later]) == {(r["fingerprint"], "m") for r in (long, within)}
+    rates = [row.rate for row in collect(study, [long, within, later]).rows]
+    assert rates == [None, None, 1e6]
+    elsewhere = within | {"environment": {"device": "another"}, "processes": 1}
+    assert beside_others([long, elsewhere, later]) == set()
+    assert beside_others([long, long | {"study": "another", "shared": "small"}]) == set(), "one run in two ledgers"
 
 
 def test_failed_runs_are_listed(values: Values) -> None:

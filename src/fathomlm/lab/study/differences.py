@@ -105,3 +105,12 @@ def decide(found: Difference | None, low: float, high: float) -> Verdict:
     if low < found.low and found.high < high:
         return "confirmed"
     return "refuted" if found.low > high or found.high < low else "not resolved at this scale"
+
+
+def gap(found: Difference | None) -> str:
+    """A difference with its interval, as tables have it."""
+    if found is None:
+        return "-"
+    if found.interval is not None:
+        return f"{found.mean:+.2f} ({found.interval[0]:+.2f} to {found.interval[1]:+.2f})"
+    return f"{found.mean:+.4f}" + (", no interval" if found.half is None else f" ± {found.half:.4f}")

@@ -18,12 +18,13 @@ from fathomlm.lab.common import markdown, optional
 from fathomlm.lab.drawing import DASHES, LINES, MARKERS, check_matplotlib, new_figure, plain_axes, save_figure
 from fathomlm.lab.evaluate.tasks import TASKS
 from fathomlm.lab.study.decoded import with_decoded
-from fathomlm.lab.study.differences import Difference
+from fathomlm.lab.study.differences import gap
 from fathomlm.lab.study.jobs import Job
 from fathomlm.lab.study.ledger import Ledger
 from fathomlm.lab.study.results import METRICS, Judged, Results, Row, collect, overall, planned_jobs
 from fathomlm.lab.study.scores import counted
 from fathomlm.lab.study.spec import Claim, Study, read_study, shipped_studies
+from fathomlm.lab.study.summary import by_claim, heading, summary
 from fathomlm.train.schedule import row_length
 
 MADE = "# Results\n\nMade by `fathomlm study report`"
@@ -36,7 +37,8 @@ from Student's t over the residual of variant and seed. That spread of single ru
 alike, those of other studies with the same common settings and budget among them. A pair with one seed has the spread of the
 others, and no interval where nothing was repeated. A claim is *confirmed* or *refuted* where the whole interval lies on one
 side, and *not resolved at this scale* where it does not or where there is none. Scale means these sizes and budgets: the
-thesis trains models ten times as large on a hundred times as many tokens.
+thesis trains models ten times as large on a hundred times as many tokens. The column tokens/s has the training speed of runs
+that had the device to themselves, and "-" where all of them shared it with others.
 """
 
 
@@ -88,7 +90,7 @@ def page(results: Sequence[Results], out: Path) -> str:
     if not distinct:
         lines.append("No runs are finished yet.\n")
     else:
-        lines += [f"{len(distinct)} finished runs.\n", *_claims(results)]
+        lines += [f"{len(distinct)} finished runs.\n", *summary(results), *_claims(results)]
     for each in results:
         lines += _section(each, out)
     return "\n".join(lines)
@@ -98,14 +100,14 @@ def _claims(results: Sequence[Results]) -> list[str]:
     """All claims with one word each."""
     rows = [["claim", "made in", "study", "verdict"]]
     for each in results:
-        for claim, judged in _by_claim(each):
+        for claim, judged in by_claim(each):
             rows.append([claim.text, _source(claim), each.study.name, f"*{overall(judged)}*"])
     return ["## Claims\n", *markdown(rows), ""]
 
 
 def _section(results: Results, out: Path) -> list[str]:
     study = results.study
-    lines = [f"## {study.name}: {study.title}\n"]
+    lines = [f"## {heading(study)}\n", *([f"{study.note}\n"] if study.note else [])]
     answers = ", ".join(f"`{label}`" for label in study.thesis)
     lines.append(f"{f'Answers {answers} of the thesis' if answers else 'A question of ours'}. {_settings(results)}\n")
     if not results.records:
@@ -123,18 +125,15 @@ def _section(results: Results, out: Path) -> list[str]:
         lines += ["Quadratic fits over the logarithm of the size:\n", *markdown(fits), ""]
     if results.decoded:
         lines.append(f"How these models decode: {results.decoded}\n")
-    for claim, judged in _by_claim(results):
+    for claim, judged in by_claim(results):
         lines += [f"**{claim.text}** ({_source(claim)}): *{overall(judged)}*\n", *markdown(claim_table(judged)), ""]
+    if not results.judged:
+        lines.append("No claim is made here, and no verdict drawn from this table.\n")
     for record in results.failed:
         lines.append(f"Failed: {record['variant']}/{record['budget']}/{record['seed']}: {record['reason']}\n")
     if results.left_out:
         lines.append(f"{results.left_out} finished runs on another corpus are left out.\n")
     return lines
-
-
-def _by_claim(results: Results) -> list[tuple[Claim, list[Judged]]]:
-    claims = dict.fromkeys((*results.study.claims, *(each.claim for each in results.judged)))
-    return [(claim, [each for each in results.judged if each.claim == claim]) for claim in claims]
 
 
 def _source(claim: Claim) -> str:
@@ -148,7 +147,8 @@ def _settings(results: Results) -> str:
     return (
         f"Rows of {row_length(recipe)} tokens, {tokens(step) if step >= 1e6 else f'{step:,}'} tokens a step, "
         f"{recipe.optimizer.kind} with rate {rate:g} unless a variant says otherwise, {recipe.schedule.kind} "
-        f"schedule, {recipe.precision}; at most {results.study.passes:g} passes over the corpus."
+        f"schedule, {recipe.precision}; at most {results.study.passes:g} passes over the corpus"
+        f"{', padding counted' if recipe.data.pairs else ''}."
     )
 
 
@@ -272,14 +272,6 @@ def fit_table(results: Results) -> Rows | None:
             ]
         )
     return rows
-
-
-def gap(found: Difference | None) -> str:
-    if found is None:
-        return "-"
-    if found.interval is not None:
-        return f"{found.mean:+.2f} ({found.interval[0]:+.2f} to {found.interval[1]:+.2f})"
-    return f"{found.mean:+.4f}" + (", no interval" if found.half is None else f" ± {found.half:.4f}")
 
 
 def tokens(number: float) -> str:

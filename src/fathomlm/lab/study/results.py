@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -47,6 +48,8 @@ class Row:
     """Of the first seed: its shapes are all seeds'."""
     records: Mapping[int, Record]
     """Finished runs by seed."""
+    alone: tuple[int, ...]
+    """The seeds of those that had the device to themselves from beginning to end."""
     against: Difference | None
     """Its loss less the baseline's; None for the baseline itself, and where there is none."""
     is_baseline: bool
@@ -61,8 +64,8 @@ class Row:
     @property
     def rate(self) -> float | None:
         """Tokens a second in training, from runs that had the device to themselves."""
-        alone = [record for record in self.records.values() if record.get("processes", 1) == 1]
-        rates = [float(record["tokens_per_s"]) for record in alone if record.get("tokens_per_s")]
+        found = [self.records[seed].get("tokens_per_s") for seed in self.alone]
+        rates = [float(rate) for rate in found if rate]
         return fmean(rates) if rates else None
 
 
@@ -160,7 +163,8 @@ def collect(
             made[key][job.run.seed] = finished[job.fingerprint]
     alike = [(study, jobs), *((each, jobs_of_study(each)) for each in others if each.common == study.common)]
     peers = {budget.name: _peers(budget, alike, known) for budget in study.budgets}
-    rows = tuple(_row(study, v, b, first, made, peers[b.name]) for b in study.budgets for v in study.variants)
+    shared = beside_others(records)
+    rows = tuple(_row(study, v, b, first, made, peers[b.name], shared) for b in study.budgets for v in study.variants)
     return Results(
         study=study,
         rows=rows,
@@ -183,6 +187,25 @@ def _peers(budget: Budget, alike: Iterable[tuple[Study, list[Job]]], finished: M
     return tuple(found.values())
 
 
+def beside_others(records: Iterable[Record]) -> set[tuple[str, str]]:
+    """Runs that shared their device with others, by what is known of them: several processes at their beginning or end, or
+    another run on such a device in the meantime, which a process that came and went leaves no other trace of. Two machines
+    of one kind look like one, so that a rate is missed rather than told wrongly."""
+    spans: dict[tuple[str, str], tuple[str, float, float]] = {}
+    found = set()
+    for record in records:
+        if record.get("processes", 1) > 1:
+            found.add(identity(record))
+        if record["status"] == "finished":
+            end = datetime.fromisoformat(record["date"]).timestamp()
+            spans[identity(record)] = record["environment"]["device"], end - float(record.get("seconds") or 0), end
+    for one, (device, begin, end) in spans.items():
+        others = (span for key, span in spans.items() if key != one and span[0] == device)
+        if any(begin < its_end and its_begin < end for _, its_begin, its_end in others):
+            found.add(one)
+    return found
+
+
 def _spread(peers: Peers, metric: str) -> list[BySeed]:
     return [values for runs in peers if (values := metric_by_seed(runs, metric))]
 
@@ -194,15 +217,18 @@ def _row(
     first: dict[Any, Job],
     made: dict[Any, dict[int, Record]],
     peers: Peers,
+    shared: set[tuple[str, str]],
 ) -> Row:
     base = study.baseline_of(variant)
     same = base.name == variant.name
     one, other = (metric_by_seed(made[each.name, budget.name], "loss") for each in (variant, base))
+    records = made[variant.name, budget.name]
     return Row(
         variant=variant,
         budget=budget,
         job=first[variant.name, budget.name],
-        records=made[variant.name, budget.name],
+        records=records,
+        alone=tuple(seed for seed, record in records.items() if identity(record) not in shared),
         against=None if same else difference(one, other, _spread(peers, "loss")),
         is_baseline=same,
     )

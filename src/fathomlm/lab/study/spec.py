@@ -23,8 +23,8 @@ from fathomlm.train.reading import read_yaml, shipped_directory
 KINDS = ("train",)
 """What a study's runs are. Another kind needs an executor beside `study/training.py`."""
 FIELDS = (
-    "name", "title", "thesis", "kind", "common", "variants", "axes", "without", "baseline", "budgets", "chain", "seeds",
-    "passes", "scores", "claims", "example",
+    "name", "title", "note", "thesis", "kind", "common", "variants", "axes", "without", "baseline", "budgets", "chain",
+    "seeds", "passes", "scores", "claims", "example",
 )  # fmt: skip
 PASSES = 4.0
 """Over the corpus; beyond that repeated text says more about memory than about the model."""
@@ -100,6 +100,8 @@ class Planned:
 class Study:
     name: str
     title: str
+    note: str
+    """What a reader of the results has to know of the whole study, such as that another one replaced it."""
     thesis: tuple[str, ...]
     """Labels of the tables and figures that it answers."""
     kind: str
@@ -210,6 +212,7 @@ def build_study(values: Values, where: str) -> Study:
     study = Study(
         name=str(values["name"]),
         title=str(values["title"]),
+        note=" ".join(str(values.get("note") or "").split()),
         thesis=tuple(str(label) for label in values.get("thesis") or ()),
         kind=str(values.get("kind", "train")),
         common=values["common"],
