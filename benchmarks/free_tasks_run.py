@@ -13,9 +13,10 @@ they share it by NVIDIA's multi-process service where that is there. A model is 
 process records its steps for timing and waits. When all texts are decoded, or `--timing` seconds before the end, all else
 ends, and the variants are timed one after another, those first that promise most, with nothing else on the device.
 
-What is there is packed into OUT/free-TASK.tgz (ledger, lines, logs, metrics) again and again, so that a machine that ends
-early loses little. Every variant is trained with each of `--seeds`, or of the study's. A decoder that fails goes on with the reference,
-timing without compiled layers; a trainer that fails is started again, `--retries` times. Models stay under `--work`.
+What is there is packed into OUT/free-TASK.tgz (ledger, lines, logs, metrics) again and again, so that a machine that
+ends early loses little. Every variant is trained with each of `--seeds`, or of the study's. A decoder that fails goes on
+with the reference, timing without compiled layers; a trainer that fails is started again, `--retries` times. Models stay
+under `--work`.
 """
 
 from __future__ import annotations

@@ -142,7 +142,12 @@ def test_an_adaptive_threshold_starts_from_what_is_beside_the_model(
     calibrated = json.loads(run(*words, "--json", place=place)[0])["exits"]
     assert calibrated["threshold"] == 0.05
     assert calibrated["exit_rate"] > fresh["exit_rate"]
-    assert "threshold 0.05" in run(*words, place=place)[1]
+    said = run(*words, place=place)[1]
+    assert "threshold 0.05" in said
+    assert "no token exits" not in said
+    learnt = ThresholdEstimator(ThresholdOptions(calibrating_sequences=1), sequences=1)
+    Calibration(exit_layer=2, confidence="gap", estimator=learnt).save(place / "threshold.json")
+    assert f"no token exits: the threshold in {place / 'threshold.json'} is 1" in run(*words, place=place)[1]
 
 
 BAD: list[tuple[tuple[str, ...], str]] = [

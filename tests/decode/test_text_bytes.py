@@ -184,6 +184,16 @@ def test_a_table_shows_a_character_with_its_last_byte(bytes_only: Any) -> None:
     assert table.bytes[10**6] == b""  # none of the vocabulary's
 
 
+def test_many_bytes_at_once_are_those_of_each_token(bytes_only: Any) -> None:
+    """Whatever was asked for before, in an array too, and of tokens beyond the vocabulary."""
+    table, alone = TokenTable.of(bytes_only), TokenTable.of(bytes_only)
+    assert table is not None
+    assert alone is not None
+    for tokens in ([], [3], [3, 200, 3], [len(bytes_only), 5], [5, 3000, 0], [700, 258]):
+        wanted = b"".join(alone.bytes[token] for token in tokens)
+        assert table.bytes.of(tokens) == table.bytes.of(np.array(tokens, np.int64)) == wanted
+
+
 def test_pieces_end_at_the_token_that_completes_a_stop_string(bytes_only: Any) -> None:
     table = TokenTable.of(bytes_only)
     assert table is not None

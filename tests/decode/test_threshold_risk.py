@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 import statistics
@@ -132,6 +133,25 @@ def test_nothing_exits_before_there_are_enough_texts() -> None:
     assert values[:29] == [1.0] * 29
     assert values[29] < 1
     assert fed(29, risk=0.3, level=0.8, initial=0.6).threshold == 0.6
+
+
+def test_calibrations_of_earlier_versions_with_few_texts_promise_nothing() -> None:
+    """Ten were enough then."""
+    estimator = fed(29, risk=0.3, level=0.8, calibrating_sequences=29)
+    estimator.history[-1] = dataclasses.replace(estimator.history[-1], threshold=0.1)
+    again = ThresholdEstimator.from_dict(estimator.to_dict())
+    assert (again.threshold, again.calibrating) == (1.0, False)
+    assert again.for_drafts().threshold == again.by("thesis")
+
+
+def test_calibration_goes_on_where_sequences_had_no_tokens() -> None:
+    estimator = ThresholdEstimator(ThresholdOptions(expected_sequences=100, risk=0.9))
+    for number in range(40):
+        if number % 4:
+            estimator.observe([0.5, 0.6], [True, False])
+        estimator.end_sequence()
+    assert (estimator.sequences, estimator.texts.count, estimator.calibrating) == (40, 30, False)
+    assert estimator.threshold < 1
 
 
 @pytest.mark.parametrize(("expected", "calibrating"), [(1, 30), (1000, 30), (1100, 33)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from functools import cache
 from typing import Any
 from unittest.mock import Mock
@@ -14,15 +15,18 @@ from decode.exit_models import MODELS, PROMPTS, build, exit_layer, exiting, mixi
 from fathomlm.decode.exiting import Exiting
 from fathomlm.decode.full import generate
 from fathomlm.decode.sampling import Sampling
-from fathomlm.depth import DepthPlan
+from fathomlm.depth import DepthPlan, build_routing
+from fathomlm.engine import core_passes
 from fathomlm.engine.engine import Engine
 from fathomlm.engine.programs.base import SamplingVariant
 from fathomlm.engine.request import Request, TokenLogprobs
+from fathomlm.engine.runner import Runner
+from fathomlm.engine.sizing import followed_passes
 from fathomlm.errors import FathomError, OptionError, RequestTooLarge
 from fathomlm.lab.bench.models import random_model
 from fathomlm.model.hub import FathomForCausalLM
 from fathomlm.model.route import DepthControl
-from model.route.small import FEW, ROUTERS, model_of, routed
+from model.route.small import FEW, LLAMA, ROUTERS, model_of, routed
 from pairwise import in_turn
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -323,6 +327,45 @@ def test_steps_and_bursts_are_captured_together() -> None:
     assert found(model, engine) == expected(model)
     assert captured == [(rows, steps) for rows in (None, 1, 2) for steps in (1, 3)]
     _nothing_is_left(engine)
+
+
+@pytest.mark.parametrize("recursions", [2, 4])
+def test_routed_steps_are_captured_with_every_number_of_passes_and_rows(
+    recursions: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For each kind of sampling once, when it is first asked for; both take two turns to a step."""
+    monkeypatch.setattr(core_passes, "PRIOR", 4)
+    monkeypatch.setattr(core_passes, "WINDOW", 16)
+    plan = DepthPlan.build("middle-cycle", recursions, 6).with_routing(build_routing("expert", recursions)).with_kv("cache")
+    model = model_of(plan, architecture=dataclasses.replace(LLAMA, layers=6))
+    work = [
+        Request(
+            id=id, prompt=(1 + id, 2, 3 + id), logprobs=id % 3, sampling=Sampling(
+                max_new_tokens=1 + 5 * id % 17, ignore_eos=True, temperature=0.8 * (id % 4 == 0), seed=id
+            ),
+        )
+        for id in range(14)
+    ]  # fmt: skip
+    told = []
+    for rows in ((), (1, 2, 3)):
+        engine = Engine(model, **(SMALL | {"batch_size": 4, "max_sequences": 8, "max_length": 48, "burst": 3, "lag": 1}))
+        runner, captured = engine.runner, list[SamplingVariant]()
+
+        def capture(variant: SamplingVariant, runner: Runner = runner, captured: list[SamplingVariant] = captured) -> None:
+            captured.append(variant)
+            runner._graphs[variant] = Mock(replay=lambda: runner._decode_step(variant))
+
+        if rows:
+            runner._captures, runner.row_counts, runner._capture = True, rows, capture  # type: ignore[method-assign]
+            runner.core_passes = followed_passes(plan, engine.options)
+        told.append([(one.tokens, one.depths, one.logprobs) for one in engine.run(work)])
+        _nothing_is_left(engine)
+        kinds = {(each.mode, each.alternatives) for each in captured}
+        passes = {each.passes for each in captured}
+        wanted = itertools.product(kinds, (None, *rows), (1, 3), passes)
+        seen = [((each.mode, each.alternatives), each.rows, each.steps, each.passes) for each in captured]
+        assert not rows or (sorted(map(repr, seen)) == sorted(map(repr, wanted)) and len(kinds) > 1 and len(passes) > 1)
+    assert [each[:2] for each in told[0]] == [each[:2] for each in told[1]]
 
 
 def test_no_more_steps_are_started_than_any_sequence_lacks_tokens() -> None:

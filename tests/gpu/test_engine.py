@@ -274,19 +274,28 @@ def test_compiled_sampling_draws_the_same_from_a_whole_vocabulary(rows: int, mod
 
 @pytest.mark.parametrize(("kind", "rows"), [("vanilla", (32, 64)), ("routed", (32,))])
 def test_few_sequences_run_in_fewer_rows(kind: str, rows: tuple[int, ...]) -> None:
-    """A batch of 128 with 40 sequences at first and ever fewer: steps of 64 rows, then of 32; of a routed model of 32."""
+    """A batch of 128 with 100 sequences at first and ever fewer: steps of 128 rows, then of 64 and 32; of a routed model of
+    128 and 32."""
     model = build("vanilla") if kind == "vanilla" else model_of(routed())
-    prompts = [[1 + n % 30, 2 + n % 7] for n in range(40)]
-    lengths = [3 + n for n in range(40)]
+    prompts = [[1 + n % 30, 2 + n % 7] for n in range(100)]
+    lengths = [3 + n % 40 for n in range(100)]
     wanted = [generate(model, [p], max_new_tokens=n)[0].tokens for p, n in zip(prompts, lengths, strict=True)]
     engine = Engine(on_gpu(model), batch_size=128, max_length=64, page_size=16)
     assert engine.runner.row_counts == rows
     work = [
         Request(id=number, prompt=tuple(prompts[number]), sampling=Sampling(max_new_tokens=lengths[number]))
-        for number in range(40)
+        for number in range(100)
     ]
+    rows_for, chosen = engine.runner._rows_for, set[int | None]()
+
+    def choose(sequences: int) -> int | None:
+        chosen.add(rows_for(sequences))
+        return rows_for(sequences)
+
+    engine.runner._rows_for = choose  # type: ignore[method-assign]
     found = {result.id: result.tokens for result in engine.run(work)}
-    assert [list(found[number]) for number in range(40)] == [list(tokens) for tokens in wanted]
+    assert [list(found[number]) for number in range(100)] == [list(tokens) for tokens in wanted]
+    assert chosen == {None, *rows}
 
 
 LONG = Architecture(

@@ -183,6 +183,8 @@ def calibrated_fields(
     layers = exit_layers or (found.exit_layer,)
     found.check([layer - 1 for layer in layers], confidence or found.confidence, str(path))
     estimator = found.estimator.for_drafts() if drafts else found.estimator
+    if estimator.threshold == 1 and not (adaptive and estimator.calibrating):
+        print(f"fathomlm: no token exits: the threshold in {path} is 1; see `fathomlm calibrate --help`", file=sys.stderr)
     threshold = estimator if adaptive else estimator.threshold
     return {"exit_layers": (found.exit_layer,), "confidence": found.confidence, "threshold": threshold}
 

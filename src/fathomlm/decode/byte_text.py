@@ -20,7 +20,8 @@ PROBES = 512
 
 
 class TokenBytes(dict[int, bytes]):
-    """By token of a byte-level vocabulary: what it consists of; nothing for special tokens. Filled as tokens come."""
+    """By token of a byte-level vocabulary: what it consists of; nothing for special tokens. Filled as tokens come, by one
+    thread at a time. Tokens are not negative."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -42,8 +43,11 @@ class TokenBytes(dict[int, bytes]):
         try:
             return b"".join(self._known.take(numbers).tolist())
         except (IndexError, TypeError):  # a token that is not there yet
-            here = sorted(set(as_list(tokens)))
-            self._known = np.concatenate((self._known, np.full(max(0, here[-1] + 1 - len(self._known)), None)))
+            here = set(as_list(tokens))
+            if (most := max(here)) >= len(self._known):  # twice as long each time: what copies cost is shared by all tokens
+                self._known = np.concatenate(
+                    (self._known, np.full(max(most + 1, 2 * len(self._known)) - len(self._known), None))
+                )
             for token in here:  # all at once they would become an array of bytes, which has no zeros at an end
                 self._known[token] = self[token]
             return b"".join(self._known.take(numbers).tolist())

@@ -163,13 +163,19 @@ class ThresholdEstimator:
     @property
     def threshold(self) -> float:
         """A token exits when its confidence is above this."""
-        return self.history[-1].threshold if self.history else self.options.start
+        return self.history[-1].threshold if self.history and self.enough else self.options.start
+
+    @property
+    def enough(self) -> bool:
+        """Whether there are as many sequences as the rule needs. Calibrations of earlier versions may have fewer."""
+        return self.options.rule != "risk" or self.texts.count >= LEAST_SEQUENCES
 
     @property
     def calibrating(self) -> bool:
         """Whether the sequences that run now still change the threshold."""
         calibrating = self.options.calibrating
-        return calibrating is None or self.sequences < calibrating
+        lacks = self.options.expected_sequences is not None and not self.enough  # those without tokens do not count
+        return calibrating is None or self.sequences < calibrating or lacks
 
     def observe(self, confidences: Sequence[float], agreements: Sequence[bool]) -> None:
         """Take in tokens: the shallow model's confidence, and whether the deep model chose the same token.
@@ -202,7 +208,7 @@ class ThresholdEstimator:
         before = options.start if before is None else before
         if rule == "risk":
             enough = self.texts.count >= LEAST_SEQUENCES
-            return self.texts.threshold(options.risk, options.level) if enough else before
+            return self.texts.threshold(options.risk, options.level) if enough else options.start
         agreements, disagreements = self.agree.count, self.disagree.count
         if agreements >= options.least and disagreements >= options.least:
             return self._raised(self._smallest(rule))

@@ -20,10 +20,9 @@ from fathomlm.engine.programs.drafts import DraftProgram
 from fathomlm.engine.programs.exits import ExitProgram
 from fathomlm.engine.runner import Runner
 from fathomlm.engine.scheduler import Scheduler
+from fathomlm.engine.sizing import STAYS_FULL
 from fathomlm.engine.slot_records import SlotRecords, Totals
 
-OVERBOOKED = 1.5
-"""Sequences for each row from which on rows stay full, although nobody takes the places of those that end in a burst."""
 PACE_WEIGHT = 0.5
 """Of the last burst in what is known of how many tokens a decode step adds."""
 
@@ -53,7 +52,7 @@ class Launches:
         if isinstance(program, ExitProgram) and program.chooses and sizes.max_sequences == 1:
             self.chosen = ChosenPasses(sizes, program)
         self.length = BurstLength(sizes.burst, sizes.longest_burst)
-        self._overbooked = sizes.max_sequences >= OVERBOOKED * options.batch_size
+        self._overbooked = sizes.max_sequences >= STAYS_FULL * options.batch_size
         self._crowded = False
         """Whether requests wait for a place while others take the rows of sequences that end."""
         self.in_flight: deque[int] = deque()

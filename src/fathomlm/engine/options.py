@@ -46,7 +46,7 @@ class EngineOptions:
     )  # fmt: skip
     burst: int | None = option(
         None, ge=1, help="decode steps to start before the host reads results",
-        default_text=f"{BURST} on a GPU, up to {BURST * LONGER} where it would wait for the host; 1 elsewhere",
+        default_text=f"{BURST} on a GPU, up to {BURST * LONGER} where it or requests would wait; 1 elsewhere",
     )  # fmt: skip
     lag: int | None = option(
         None, ge=0, help="bursts that the device may be ahead of the host", default_text="1 on a GPU, 0 elsewhere"

@@ -33,6 +33,7 @@ from fathomlm.engine.sampler import SamplerState
 from fathomlm.engine.schedule import PrefillChunk, SchedulerOutput
 from fathomlm.engine.sequence import Sequence as HeldSequence
 from fathomlm.engine.sizing import (
+    STAYS_FULL,
     check_entries,
     check_forced,
     exits_of,
@@ -245,8 +246,9 @@ class Runner:
 
     def launch(self, drafts: bool = True, sequences: int | None = None, only: tuple[str, int] | None = None) -> int:
         """Start a decode step, with drafts where the program has any; returns its number, for `collect`. Where no more than
-        `sequences` are on the device, rows for those are enough. `only`: one pass of it, and with so many rows, whose
-        `outcome` may be asked for. Until the device has its work nothing is done that could be done before or later."""
+        `sequences` are on the device, rows for those are enough (`_rows_for`). `only`: one pass of it, and with so many
+        rows, whose `outcome` may be asked for. Until the device has its work nothing is done that could be done before or
+        later."""
         number = self._launched
         at = number % len(self._outputs)
         work = None if only is None else self._passes.get(only)
@@ -322,11 +324,10 @@ class Runner:
         return work
 
     def _rows_for(self, sequences: int) -> int | None:
-        """The fewest rows that are enough for so many sequences. Those of a routed model wait for different passes: there
-        are as many for each row as in a full batch."""
-        if self.layout.kind == "routed":
-            sequences = -(-sequences * self.options.batch_size // self.sizes.max_sequences)
-        return next((many for many in self.row_counts if many >= sequences), None)
+        """The fewest rows that are enough for so many sequences. Those of a routed model wait for different passes, so that
+        some more keep them full; with many more a larger pass would do more in less time."""
+        rows = sequences / STAYS_FULL if self.layout.kind == "routed" else sequences
+        return next((many for many in self.row_counts if many >= rows), None)
 
     @torch.no_grad()
     def _decode_step(self, variant: SamplingVariant) -> None:

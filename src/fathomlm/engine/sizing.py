@@ -33,6 +33,8 @@ CPU_ROOM = 1 << 30
 """Bytes of a KV cache on a CPU where nobody says, unless a quarter of what all sequences may need is more."""
 OVERBOOKED = 2
 """Sequences for each token of a forward pass, where tokens differ in depth."""
+STAYS_FULL = 1.5
+"""Of these as many as keep forward passes full, although nobody takes the places of those that end in a burst."""
 RELIEVED = 32
 """Where they do not, on a GPU: tokens of a forward pass for each further sequence, which takes the row of one that ends.
 With outputs of 256 tokens one of 256 ends in a decode step, and the host hears of it some five steps later, more where

@@ -47,7 +47,7 @@ class SamplingVariant:
     drafts: bool = True
     """Whether a program that can draft does."""
     rows: int | None = None
-    """How many rows run, where that is enough for all sequences on the device; None: as many as the batch size."""
+    """How many rows a forward pass has, where few sequences are on the device; None: as many as the batch size."""
     only: str | None = None
     """exits: the pass that the host has chosen, instead of all of a decode step."""
     settled: bool = False

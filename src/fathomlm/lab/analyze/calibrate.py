@@ -80,6 +80,7 @@ def _record(found: Calibration, path: Path, picture: Path) -> dict[str, Any]:
         "exit_layer": found.exit_layer,
         "confidence": found.confidence,
         "texts": estimator.sequences,
+        "counted": estimator.texts.count,
         "agreements": last.agreements,
         "disagreements": last.disagreements,
         "agree": {"alpha": last.agree.alpha, "beta": last.agree.beta},
@@ -119,7 +120,7 @@ def _rule(estimator: ThresholdEstimator, rule: str) -> dict[str, float]:
 def _describe_rule(name: str, found: dict[str, float], record: dict[str, Any]) -> str:
     if name == "risk":
         said = f"wrong below {record['risk']:.3g} of all tokens, confidence level {record['level']:g}"
-        if record["texts"] < LEAST_SEQUENCES:
+        if record["counted"] < LEAST_SEQUENCES:
             said += f"; that takes {LEAST_SEQUENCES} prompts or more"
         elif found["threshold"] == 1:
             said += "; that takes more prompts, or a higher --risk"
