@@ -86,6 +86,36 @@ def _no_fsync() -> Iterator[None]:
         yield
 
 
+class _NothingFrozen:
+    """`gc` as `fathomlm.engine.heap` sees it in most tests. What a serving process does once, tests do hundreds of times,
+    and each time all that the test files have imported would be walked: half of the time of the tests of benchmarks."""
+
+    collect = staticmethod(gc.collect)
+    get_threshold = staticmethod(gc.get_threshold)
+
+    def get_freeze_count(self) -> int:
+        return 0
+
+    def freeze(self) -> None: ...
+
+    def unfreeze(self) -> None: ...
+
+    def set_threshold(self, *numbers: int) -> None: ...
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _light_collections() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fathomlm.engine.heap.gc", _NothingFrozen())
+        yield
+
+
+@pytest.fixture
+def whole_collections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`fathomlm.engine.heap` freezes and collects all that there is, as it does outside tests."""
+    monkeypatch.setattr("fathomlm.engine.heap.gc", gc)
+
+
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

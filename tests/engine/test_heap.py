@@ -16,6 +16,9 @@ class Node:
         self.itself = self
 
 
+pytestmark = pytest.mark.usefixtures("whole_collections")
+
+
 @pytest.fixture(autouse=True)
 def _as_before() -> Iterator[None]:
     """The test run's own heap is frozen, too."""

@@ -162,6 +162,7 @@ def test_the_server_ends_with_a_model_on_the_way_and_drains_all(tiny_model: Any)
         loader.go.set()
 
 
+@pytest.mark.usefixtures("whole_collections")
 def test_a_model_that_was_unloaded_is_free_before_the_next_is_loaded(tiny_model: Any, plain: Any) -> None:
     """`serve` leaves loaded models out of collections."""
     loader, engines, left = Loader(plain), list[weakref.ref[Engine]](), list[int]()
