@@ -114,18 +114,16 @@ def model_and_options(bench: ScaleBench, name: str, rows: int, context: int = 0)
 def read_bytes_per_token(bench: ScaleBench, model: FathomForCausalLM, context: float) -> float:
     """Of the KV cache, for one token behind a context. Where tokens differ in depth a recursion holds only those that ran
     it, and is read only by them. With exits every token runs both loops in the end."""
-    plan, layer = model.plan, bench.kv_bytes() / bench.shape.layers
-    if plan.routing is None:
-        return context * layer * plan.unrolled_layers
-    outer = sum(step.part != "core" for step in plan)
-    return context * layer * (outer + plan.core_layers * sum(part**2 for part in plan.routing.capacity))
+    return context * bench.kv_bytes() / bench.shape.layers * layers_per_token(model.plan, power=2)
 
 
-def layers_per_token(plan: DepthPlan) -> float:
-    """On average, where as many tokens run each recursion as routers are trained for."""
+def layers_per_token(plan: DepthPlan, power: int = 1) -> float:
+    """On average, where as many tokens run each recursion as routers are trained for. With a power of 2, layers times the
+    part of the context that each holds: a token that runs a recursion reads those that ran it too."""
     if plan.routing is None:
         return float(plan.unrolled_layers)
-    return sum(step.part != "core" for step in plan) + plan.core_layers * sum(plan.routing.capacity)
+    outer = sum(step.part != "core" for step in plan)
+    return outer + plan.core_layers * sum(part**power for part in plan.routing.capacity)
 
 
 def measure(bench: ScaleBench, name: str, rows: int, weights: str = WEIGHTS[0]) -> None:

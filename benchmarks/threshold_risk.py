@@ -192,6 +192,15 @@ def table(record: dict[str, Any]) -> Table:
     return shown
 
 
+def keep(path: Path | None, found: dict[str, Any]) -> None:
+    """In a record that may be there: the other way of measuring has its own part of it."""
+    if path is None:
+        return
+    record = json.loads(path.read_text("utf-8")) if path.exists() else {}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record | found, indent=2) + "\n", encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="required without --simulate")
@@ -212,10 +221,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if args.simulate:
-        said = {"simulated": simulated(args.risk, args.level, args.trials, (10, 15, 20, 30, 50, 100))}
-        if args.out is not None:
-            record = json.loads(args.out.read_text("utf-8")) | said
-            args.out.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        keep(args.out, {"simulated": simulated(args.risk, args.level, args.trials, (10, 15, 20, 30, 50, 100))})
         return
     if args.data is None:
         parser.error("--data is required")
@@ -259,11 +265,7 @@ def main() -> None:
     }
     Console().print(table(record))
     print(json.dumps(record))
-    if args.out is not None:
-        if args.out.exists():
-            record = {"simulated": json.loads(args.out.read_text("utf-8")).get("simulated")} | record
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    keep(args.out, record)
 
 
 if __name__ == "__main__":

@@ -156,7 +156,7 @@ def test_calibration_goes_on_where_sequences_had_no_tokens() -> None:
 
 @pytest.mark.parametrize(("expected", "calibrating"), [(1, 30), (1000, 30), (1100, 33)])
 def test_calibration_does_not_end_before_there_are_enough_texts(expected: int, calibrating: int) -> None:
-    assert ThresholdOptions(expected_sequences=expected).calibrating == calibrating
+    assert len(fed(calibrating + 5, expected_sequences=expected).history) == calibrating
 
 
 def test_a_smaller_risk_and_a_higher_level_give_higher_thresholds() -> None:

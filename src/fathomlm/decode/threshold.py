@@ -100,7 +100,7 @@ class ThresholdOptions:
     least: int = option(10, ge=2)
     """Samples that a class needs to be fitted."""
     expected_sequences: int | None = option(None, ge=1)
-    """How many sequences will come; the first 3 % of them calibrate, and at least one; as many as the rule needs."""
+    """How many sequences will come; the first 3 % of them calibrate, and at least one, and as many as the rule needs."""
     calibrating_sequences: int | None = option(None, ge=1)
     """How many sequences calibrate. Where neither this nor `expected_sequences` is given, all do."""
 
@@ -120,9 +120,9 @@ class ThresholdOptions:
 
     @property
     def calibrating(self) -> int | None:
-        """How many sequences calibrate; None is all."""
+        """How many sequences calibrate, where those are enough for the rule; None is all."""
         if self.expected_sequences is not None:
-            return max(LEAST_SEQUENCES if self.rule == "risk" else 1, PERCENT * self.expected_sequences // 100)
+            return max(1, PERCENT * self.expected_sequences // 100)
         return self.calibrating_sequences
 
 
@@ -163,18 +163,18 @@ class ThresholdEstimator:
     @property
     def threshold(self) -> float:
         """A token exits when its confidence is above this."""
-        return self.history[-1].threshold if self.history and self.enough else self.options.start
+        enough = self.history and self._enough(self.options.rule)  # calibrations of earlier versions may have too few
+        return self.history[-1].threshold if enough else self.options.start
 
-    @property
-    def enough(self) -> bool:
-        """Whether there are as many sequences as the rule needs. Calibrations of earlier versions may have fewer."""
-        return self.options.rule != "risk" or self.texts.count >= LEAST_SEQUENCES
+    def _enough(self, rule: str) -> bool:
+        """Whether there are as many sequences with tokens as a rule needs."""
+        return rule != "risk" or self.texts.count >= LEAST_SEQUENCES
 
     @property
     def calibrating(self) -> bool:
         """Whether the sequences that run now still change the threshold."""
         calibrating = self.options.calibrating
-        lacks = self.options.expected_sequences is not None and not self.enough  # those without tokens do not count
+        lacks = self.options.expected_sequences is not None and not self._enough(self.options.rule)
         return calibrating is None or self.sequences < calibrating or lacks
 
     def observe(self, confidences: Sequence[float], agreements: Sequence[bool]) -> None:
@@ -205,10 +205,11 @@ class ThresholdEstimator:
         """What a rule makes of the samples so far; `before`, by default its initial value, where they are too few for it."""
         own = self.options.initial if rule == self.options.rule else None
         options = dataclasses.replace(self.options, rule=rule, initial=own)
+        if not self._enough(rule):
+            return options.start
         before = options.start if before is None else before
         if rule == "risk":
-            enough = self.texts.count >= LEAST_SEQUENCES
-            return self.texts.threshold(options.risk, options.level) if enough else options.start
+            return self.texts.threshold(options.risk, options.level)
         agreements, disagreements = self.agree.count, self.disagree.count
         if agreements >= options.least and disagreements >= options.least:
             return self._raised(self._smallest(rule))

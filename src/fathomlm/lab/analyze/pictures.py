@@ -45,7 +45,8 @@ def draw_threshold(estimator: ThresholdEstimator, path: Path, name: str = "") ->
     _draw_risk(figure.add_subplot(grid[0, 1]), estimator)
     _draw_history(figure.add_subplot(grid[0, 2]), estimator)
     ended = f"{estimator.sequences:,} sequence{'' if estimator.sequences == 1 else 's'}"
-    state = "still calibrating" if estimator.calibrating else f"the first {estimator.options.calibrating:,} calibrated"
+    last = estimator.history[-1].sequence if estimator.history else 0
+    state = "still calibrating" if estimator.calibrating else f"the first {last:,} calibrated"
     title = f"confidence threshold {estimator.threshold:.3f} (rule {estimator.options.rule}) after {ended}, {state}"
     save_figure(figure, f"{shortened(name)}: {title}" if name else title, path)
 
