@@ -409,6 +409,23 @@ def test_few_sequences_run_in_few_rows(kind: str, monkeypatch: pytest.MonkeyPatc
     assert ran[::-1].index(2) < ran[::-1].index(None), "the last ones run in few"
 
 
+@pytest.mark.parametrize(("cores", "sequences"), [(1, 3), (1, 7), (2, 3), (2, 7)])
+def test_bursts_of_a_routed_model_are_no_longer_than_its_deepest_tokens_need(cores: int, sequences: int) -> None:
+    """Prompts that wait are read behind the steps under way: completions of one token are not to bring whole bursts."""
+    model = routed_model()
+    engine = Engine(model, **(SMALL | {"batch_size": 3, "max_sequences": sequences, "burst": 16, "lag": 1, "cores": cores}))
+    prompts = many(model)
+    work = [
+        Request(id=i, prompt=tuple(prompt), sampling=Sampling(max_new_tokens=1, ignore_eos=True))
+        for i, prompt in enumerate(prompts)
+    ]
+    found, wanted = engine.run(work), generate(model, prompts, max_new_tokens=1, ignore_eos=True)
+    assert [one.tokens for one in found] == [one.tokens for one in wanted]
+    steps = -(-model.plan.recursions // cores) * -(-sequences // 3)  # with rows for three
+    assert engine.totals.decode_steps <= steps * len(prompts), "at worst each prompt is read on its own"
+    _nothing_is_left(engine)
+
+
 def test_sampling_does_not_depend_on_the_batch() -> None:
     model = routed_model()
     settings = [

@@ -286,13 +286,13 @@ def test_few_sequences_run_in_fewer_rows(kind: str, rows: tuple[int, ...]) -> No
         Request(id=number, prompt=tuple(prompts[number]), sampling=Sampling(max_new_tokens=lengths[number]))
         for number in range(100)
     ]
-    rows_for, chosen = engine.runner._rows_for, set[int | None]()
+    rows_for, chosen = engine.runner.rows_for, set[int | None]()
 
     def choose(sequences: int) -> int | None:
         chosen.add(rows_for(sequences))
         return rows_for(sequences)
 
-    engine.runner._rows_for = choose  # type: ignore[method-assign]
+    engine.runner.rows_for = choose  # type: ignore[method-assign]
     found = {result.id: result.tokens for result in engine.run(work)}
     assert [list(found[number]) for number in range(100)] == [list(tokens) for tokens in wanted]
     assert chosen == {None, *rows}

@@ -18,6 +18,7 @@ from fathomlm.engine.options import EngineOptions
 from fathomlm.engine.programs.draft_layer import DraftLayerProgram
 from fathomlm.engine.programs.drafts import DraftProgram
 from fathomlm.engine.programs.exits import ExitProgram
+from fathomlm.engine.programs.routed import RoutedProgram
 from fathomlm.engine.runner import Runner
 from fathomlm.engine.scheduler import Scheduler
 from fathomlm.engine.sizing import STAYS_FULL
@@ -41,10 +42,12 @@ class Launches:
         self._runner, self._scheduler, self._records = runner, scheduler, records
         self._collect, self._totals = collect, totals
         sizes, program, self._kind = runner.sizes, runner.program, runner.layout.kind
+        self._batch_size = options.batch_size
         self._rows = options.batch_size if self._kind == "whole" else sizes.max_sequences
         drafts = isinstance(program, DraftProgram | DraftLayerProgram)
         self.pace = 1.0 if drafts or self._kind == "whole" else None
         """Tokens that a decode step adds to a sequence; None where a token may take several."""
+        self._routed = program if isinstance(program, RoutedProgram) else None
         self.drafting: DraftControl | None = None
         if drafts and not options.always_draft:
             self.drafting = DraftControl()
@@ -118,10 +121,24 @@ class Launches:
     def _steps_needed(self) -> int:
         """How many decode steps the sequences will need beyond those in flight: each has a token of as many as there are
         rows, or with drafts about as many as of late. 0 where it is better to wait for what those in flight bring."""
-        if self.pace is None:
+        if self.pace is not None:
+            left = self._records.most_left(self._rows) - self.pace * len(self.in_flight)
+            needed = math.ceil(left / self.pace)
+        elif self._routed is not None:
+            needed = math.ceil(self._records.most_left(self._rows) * self._steps_per_token(self._routed)) - len(self.in_flight)
+        else:
             return self.length.steps
-        left = self._records.most_left(self._rows) - self.pace * len(self.in_flight)
-        return max(0 if self.in_flight else 1, math.ceil(left / self.pace))
+        return max(0 if self.in_flight else 1, needed)
+
+    def _steps_per_token(self, program: RoutedProgram) -> float:
+        """The most decode steps that a token of a mixture of recursions takes: one that runs all of them and, with more
+        sequences than rows, waits for the others. What a burst has beyond it is for nothing where completions are short,
+        and prompts of others wait for it."""
+        runner, turns = self._runner, len(program.cores)
+        passes = sum(program.cores) if runner.core_passes is None else math.floor(runner.core_passes.wanted)
+        running = max(self._scheduler.running, 1)
+        waiting = math.ceil(running / (runner.rows_for(running) or self._batch_size))
+        return waiting * math.ceil(program.recursions / max(1, passes // turns)) / turns
 
     def launch(self, burst: int, drafts: bool) -> None:
         """Some decode steps, timed where it is asked whether drafts pay."""

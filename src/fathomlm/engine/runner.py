@@ -246,7 +246,7 @@ class Runner:
 
     def launch(self, drafts: bool = True, sequences: int | None = None, only: tuple[str, int] | None = None) -> int:
         """Start a decode step, with drafts where the program has any; returns its number, for `collect`. Where no more than
-        `sequences` are on the device, rows for those are enough (`_rows_for`). `only`: one pass of it, and with so many
+        `sequences` are on the device, rows for those are enough (`rows_for`). `only`: one pass of it, and with so many
         rows, whose `outcome` may be asked for. Until the device has its work nothing is done that could be done before or
         later."""
         number = self._launched
@@ -299,7 +299,7 @@ class Runner:
 
     def _work(self, drafts: bool, sequences: int | None, only: tuple[str, int] | None, steps: int = 1) -> _Work:
         sampler = self.sampler
-        rows = None if sequences is None else self._rows_for(sequences)
+        rows = None if sequences is None else self.rows_for(sequences)
         name, rows = (None, rows) if only is None else only
         may = isinstance(self.program, DraftProgram | DraftLayerProgram) and self.program.settles
         settled = may and not (drafts or self._unsettled or only)
@@ -323,7 +323,7 @@ class Runner:
             self._passes[only] = work
         return work
 
-    def _rows_for(self, sequences: int) -> int | None:
+    def rows_for(self, sequences: int) -> int | None:
         """The fewest rows that are enough for so many sequences. Those of a routed model wait for different passes, so that
         some more keep them full; with many more a larger pass would do more in less time."""
         rows = sequences / STAYS_FULL if self.layout.kind == "routed" else sequences

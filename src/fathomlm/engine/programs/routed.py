@@ -32,6 +32,7 @@ class RoutedProgram:
         """`cores` are the passes of the block in front of each turn of a decode step, unless it is told otherwise."""
         self.parts, self.routers, self.cores = parts, routers, tuple(cores)
         s, plan = parts.state, parts.plan
+        self.recursions = plan.recursions
         self.output = StepOutput.empty(parts.batch_size * len(self.cores), parts.sampler.max_logprobs, s.device)
         self._coda = [step for step in plan if step.part == "coda"]
         self._prelude = [step for step in plan if step.part == "prelude"]
