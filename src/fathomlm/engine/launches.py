@@ -125,7 +125,8 @@ class Launches:
             left = self._records.most_left(self._rows) - self.pace * len(self.in_flight)
             needed = math.ceil(left / self.pace)
         elif self._routed is not None:
-            needed = math.ceil(self._records.most_left(self._rows) * self._steps_per_token(self._routed)) - len(self.in_flight)
+            steps = self._records.most_left(self._rows) * self._steps_per_token(self._routed)
+            needed = math.ceil(steps) - len(self.in_flight)
         else:
             return self.length.steps
         return max(0 if self.in_flight else 1, needed)
