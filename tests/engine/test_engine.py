@@ -358,7 +358,8 @@ def test_routed_steps_are_captured_with_every_number_of_passes_and_rows(
         if rows:
             runner._captures, runner.row_counts, runner._capture = True, rows, capture  # type: ignore[method-assign]
             runner.core_passes = followed_passes(plan, engine.options)
-        told.append([(one.tokens, one.depths, one.logprobs) for one in engine.run(work)])
+        done = engine.run(work) + engine.run([dataclasses.replace(work[9], id=14)])  # of another kind than all of them
+        told.append([(one.tokens, one.depths, one.logprobs) for one in done])
         _nothing_is_left(engine)
         kinds = {(each.mode, each.alternatives) for each in captured}
         passes = {each.passes for each in captured}
