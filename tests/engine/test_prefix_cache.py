@@ -29,7 +29,7 @@ def take(pools: list[PagePool], tables: tuple[int, ...], entries: list[int]) -> 
 def leave(pools: list[PagePool], tables: tuple[int, ...], pages: list[list[int]]) -> None:
     for table, mine in enumerate(pages):
         for page in mine:
-            pools[tables[table]].release(page)
+            pools[tables[table]].release([page])
 
 
 def cached(cache: PrefixCache) -> set[tuple[int, ...]]:
@@ -267,7 +267,7 @@ def test_it_finds_what_a_plain_dictionary_finds(tables: tuple[int, ...], steps: 
             assert pools[-1].free >= 1
             taken = [page for page in range(400) if pools[-1].owners(page)]
             for page in taken:
-                pools[-1].release(page)
+                pools[-1].release([page])
             assert pools[-1].free > before
             left = cached(cache)
             assert left < set(plain)

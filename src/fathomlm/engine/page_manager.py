@@ -30,6 +30,8 @@ class PageManager:
         self.page_size = page_size
         self.prefix_caching = prefix_caching
         self.pools = tuple(PagePool(pages) for pages in pool_pages)
+        self._pool_of = [self.pools[pool] for pool in self.tables]
+        """By table."""
         self._tables_of = [self.tables.count(number) for number in range(len(self.pools))]
         """By pool, how many tables draw from it."""
         self.prefixes = PrefixCache(tables=self.tables, pools=self.pools, page_size=page_size)
@@ -72,7 +74,7 @@ class PageManager:
             lacking = min(most, entries + ahead) - len(pages) * size
             if lacking > 0:
                 wanted = -(-lacking // size)
-                count = min(wanted, self._pool(table).available)
+                count = min(wanted, self._pool_of[table].available)
                 enough = enough and count == wanted
                 if count > 0:
                     self._give(sequence, table, count, out)
@@ -93,8 +95,7 @@ class PageManager:
         sequence.entries = list(prefix.entries)
         sequence.pages = [list(pages[: self._full(prefix, table)]) for table, pages in enumerate(prefix.pages)]
         for table, pages in enumerate(sequence.pages):
-            for page in pages:
-                self._pool(table).share(page)
+            self._pool_of[table].share(pages)
         missing = self._with_source(sequence, self._missing(sequence, min(more, sequence.unissued) + 1))
         if self._can_have([pages + headroom for pages in missing]):
             return True
@@ -143,8 +144,8 @@ class PageManager:
 
     def give_back(self, sequence: Sequence) -> None:
         for table, pages in enumerate(sequence.pages):
-            self._pool(table).release_all(reversed(pages))
-        self.pools[0].release_all(reversed(sequence.source_pages))
+            self._pool_of[table].release(reversed(pages))
+        self.pools[0].release(reversed(sequence.source_pages))
         self.prefixes.let_go(sequence.id)
         sequence.pages, sequence.entries, sequence.source_pages = [], [], []
         sequence.goal = sequence.prefilled = sequence.confirmed = 0
@@ -179,6 +180,3 @@ class PageManager:
 
     def _pages_for(self, entries: int) -> int:
         return -(-entries // self.page_size)
-
-    def _pool(self, table: int) -> PagePool:
-        return self.pools[self.tables[table]]

@@ -13,7 +13,8 @@ from collections.abc import Iterable
 class PagePool:
     """Hands out page numbers 0 to `total` - 1, the most recently freed first: its memory is likeliest to be warm.
 
-    Every call costs the same, however large the pool is. Wrong calls are bugs of ours and raise AssertionError.
+    What a call costs does not depend on how large the pool is. Pages come by the hand: a call for each would take longer than
+    what is done with it. Wrong calls are bugs of ours, which are met here as errors.
     """
 
     __slots__ = ("_free", "_keepers", "_owners", "_spare", "total")
@@ -47,32 +48,32 @@ class PagePool:
         return len(self._free) + self._spare
 
     def owners(self, page: int) -> int:
-        return self._owners[self._known(page)]
+        return self._owners[page]
 
     def keepers(self, page: int) -> int:
-        return self._keepers[self._known(page)]
+        return self._keepers[page]
 
     def allocate(self, count: int = 1) -> list[int]:
         """Free pages, each with one owner, the most recently freed first."""
         assert 0 < count <= len(self._free), f"{self.used} of all {self.total} pages of the pool are held"
-        pages = self._free[: -count - 1 : -1]
-        del self._free[-count:]
+        free, owners = self._free, self._owners
+        pages = free[: -count - 1 : -1]
+        del free[-count:]
         for page in pages:
-            self._owners[page] = 1
+            owners[page] = 1
         return pages
 
-    def share(self, page: int) -> None:
-        """One more owner of a page that is held already."""
-        assert self._held(page), f"page {page} is shared, but it is free"
-        self._spare -= not self._owners[page]
-        self._owners[page] += 1
+    def share(self, pages: Iterable[int]) -> None:
+        """One more owner of each of some pages that are held already."""
+        owners, keepers = self._owners, self._keepers
+        for page in pages:
+            before = owners[page]
+            if not before:
+                assert keepers[page], f"page {page} is shared, but it is free"
+                self._spare -= 1
+            owners[page] = before + 1
 
-    def release(self, page: int) -> None:
-        """One owner less."""
-        self._known(page)
-        self.release_all((page,))
-
-    def release_all(self, pages: Iterable[int]) -> None:
+    def release(self, pages: Iterable[int]) -> None:
         """One owner less of each."""
         owners, keepers, free = self._owners, self._keepers, self._free
         for page in pages:
@@ -85,22 +86,21 @@ class PagePool:
                 else:
                     free.append(page)
 
-    def keep(self, page: int) -> None:
-        """One more keeper of a page that is held already."""
-        assert self._held(page), f"page {page} is kept, but it is free"
-        self._keepers[page] += 1
+    def keep(self, pages: Iterable[int]) -> None:
+        """One more keeper of each of some pages that are held already."""
+        owners, keepers = self._owners, self._keepers
+        for page in pages:
+            before = keepers[page]
+            assert before or owners[page], f"page {page} is kept, but it is free"
+            keepers[page] = before + 1
 
-    def drop(self, page: int) -> None:
-        """One keeper less."""
-        assert self.keepers(page), f"page {page} is dropped more often than it was kept"
-        self._keepers[page] -= 1
-        if not self._keepers[page] and not self._owners[page]:
-            self._spare -= 1
-            self._free.append(page)
-
-    def _held(self, page: int) -> bool:
-        return self.owners(page) > 0 or self.keepers(page) > 0
-
-    def _known(self, page: int) -> int:
-        assert 0 <= page < self.total, f"page {page} is not one of the pool's {self.total}"
-        return page
+    def drop(self, pages: Iterable[int]) -> None:
+        """One keeper less of each."""
+        owners, keepers, free = self._owners, self._keepers, self._free
+        for page in pages:
+            left = keepers[page] - 1
+            assert left >= 0, f"page {page} is dropped more often than it was kept"
+            keepers[page] = left
+            if not (left or owners[page]):
+                self._spare -= 1
+                free.append(page)

@@ -60,6 +60,7 @@ class PrefixCache:
     def __init__(self, *, tables: abc.Sequence[int], pools: abc.Sequence[PagePool], page_size: int) -> None:
         self._tables = tuple(tables)
         self._pools = pools
+        self._pool_of = [pools[pool] for pool in tables]
         self._page_size = page_size
         self._nothing = CachedPrefix(0, (0,) * len(self._tables), ((),) * len(self._tables))
         self._root = _PrefixNode(None, ())
@@ -171,9 +172,8 @@ class PrefixCache:
         size = self._page_size
         starts = tuple(count // size for count in above.entries) if above is not None else (0,) * len(entries)
         own = tuple(tuple(pages[t][starts[t] : -(-count // size)]) for t, count in enumerate(entries))
-        for table, named in enumerate(own):
-            for page in named:
-                self._pool(table).keep(page)
+        for pool, named in zip(self._pool_of, own, strict=True):
+            pool.keep(named)
         self.records += 1
         return _Record(entries, starts, own)
 
@@ -229,22 +229,17 @@ class PrefixCache:
             return
         if node.holders:
             self._disown(node)
-        for table, page in self._pages(node):
-            self._pool(table).drop(page)
+        for pool, named in zip(self._pool_of, node.record.pages, strict=True):
+            pool.drop(named)
         node.record = None
         self.records -= 1
 
     def _own(self, node: _PrefixNode) -> None:
-        for table, page in self._pages(node):
-            self._pool(table).share(page)
+        if node.record is not None:
+            for pool, named in zip(self._pool_of, node.record.pages, strict=True):
+                pool.share(named)
 
     def _disown(self, node: _PrefixNode) -> None:
-        for table, page in self._pages(node):
-            self._pool(table).release(page)
-
-    def _pages(self, node: _PrefixNode) -> abc.Iterator[tuple[int, int]]:
         if node.record is not None:
-            yield from ((table, page) for table, named in enumerate(node.record.pages) for page in named)
-
-    def _pool(self, table: int) -> PagePool:
-        return self._pools[self._tables[table]]
+            for pool, named in zip(self._pool_of, node.record.pages, strict=True):
+                pool.release(named)
