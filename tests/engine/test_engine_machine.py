@@ -53,6 +53,8 @@ def _passes_that_follow() -> Iterator[None]:
 
 
 LONGEST_PROMPT, MOST_NEW = 13, 12
+AMPLE = 1 << 20
+"""Bytes of a KV cache that is never full."""
 LONGEST = LONGEST_PROMPT + MOST_NEW
 SHORT = 17
 PLANS = {
@@ -312,6 +314,8 @@ def sizes(draw: st.DrawFn, kind: str) -> dict[str, Any]:
     }
     if kind.startswith("routed"):
         chosen["cores"] = draw(st.sampled_from([None, None, 1, 2, 3]))
+        if draw(st.booleans()):
+            chosen["memory"] = AMPLE  # a pass over prompts may be confirmed behind the next one
     if encodes(kind):
         chosen["max_source"] = draw(st.sampled_from([LONGEST_PROMPT - 1, LONGEST_PROMPT]))
     if kind in ("exits", "exits, own layers", "drafts", "drafts, encoder"):

@@ -132,7 +132,7 @@ def test_who_has_no_share_of_the_budget_gets_no_page() -> None:
     submit(scheduler, 2, 20)
     three = submit(scheduler, 3, (7, 8, 1, 2, 3, 4, 5))
     assert [chunk.count for _ in range(2) for chunk in scheduler.schedule().chunks] == [4, 1, 2, 1]
-    assert (three.prefilled, three.entries_after(1, 0), len(three.pages[1])) == (3, 2, 1)
+    assert (three.prefilled, three.confirmed, three.entries[1], len(three.pages[1])) == (3, 2, 1, 1)  # of a page of two
     plan = scheduler.schedule()
     assert [chunk.count for chunk in plan.chunks] == [4]  # of the second
     assert len(three.pages[1]) == 1

@@ -23,6 +23,7 @@ from fathomlm.decode.sampling import Sampling
 from fathomlm.decode.text import TextStream
 from fathomlm.engine.launches import Launches
 from fathomlm.engine.options import EngineOptions
+from fathomlm.engine.prefills import Prefills
 from fathomlm.engine.programs.base import (
     AGREED,
     BAD,
@@ -37,8 +38,8 @@ from fathomlm.engine.programs.base import (
     StepOutput,
 )
 from fathomlm.engine.request import Finished, Matcher, Request, Result, TokenLogprobs
-from fathomlm.engine.runner import PrefilledEntries, Runner
-from fathomlm.engine.schedule import PrefillChunk, SchedulerOutput
+from fathomlm.engine.runner import Runner
+from fathomlm.engine.schedule import SchedulerOutput
 from fathomlm.engine.scheduler import Counters, Scheduler
 from fathomlm.engine.sequence import OnEvents, Sequence, events_of, result_of
 from fathomlm.engine.slot_records import NEVER, Floats, Ints, SlotRecords, Totals
@@ -86,6 +87,9 @@ class Engine:
         """Sequences that wait to be told what may come next, and their epochs."""
         self._next_id = 0
         self.totals = Totals()
+        self._prefills = Prefills(
+            self.runner, self.scheduler, self._records, lambda: self.totals, plan.unrolled_layers if self._copies else None
+        )
         self._launches = Launches(  # looked up when called: clocks are put around the one, restarts replace the other
             self.runner, self.scheduler, self._records, self.options,
             collect=lambda numbers: self._collect(numbers), totals=lambda: self.totals,
@@ -223,15 +227,9 @@ class Engine:
         if self._held:
             self.runner.go_on([sequence for sequence, epoch in self._held if sequence.epoch == epoch])
             self._held.clear()
-        prefilled = self._prefill(scheduled.chunks) if scheduled.chunks else None
-        if prefilled is None:
-            launches.start(burst, alone, prefilled=False)
-        elif prefilled.later and self.scheduler.running:  # so that the device has work while it is waited for
-            launches.start(burst, alone, prefilled=True)
-            self._confirm(scheduled.chunks, prefilled)
-        else:
-            self._confirm(scheduled.chunks, prefilled)
-            launches.start(burst, alone, prefilled=True)
+        chunks = scheduled.chunks
+        sequences = [self._at(chunk.slot) for chunk in chunks]
+        self._prefills.run(chunks, sequences, start=lambda: launches.start(burst, alone, prefilled=bool(chunks)))
 
     def _note(self, scheduled: SchedulerOutput) -> None:
         """Who is in which slot now, and how far their pages reach."""
@@ -257,27 +255,9 @@ class Engine:
         assert sequence is not None, f"nobody is in slot {slot}"
         return sequence
 
-    def _prefill(self, chunks: abc.Sequence[PrefillChunk]) -> PrefilledEntries:
-        sequences = [self._at(chunk.slot) for chunk in chunks]
-        tokens = [
-            sequence.known[chunk.first : chunk.first + chunk.count]
-            for sequence, chunk in zip(sequences, chunks, strict=True)
-        ]
-        depths = None
-        if self._copies and any(sequence.tokens for sequence in sequences):  # preempted: they leave where they left before
-            full = self._plan.unrolled_layers
-            pairs = zip(sequences, chunks, strict=True)
-            depths = [sequence.depths_from(chunk.first, chunk.count, full) for sequence, chunk in pairs]
-        return self.runner.prefill(chunks, tokens, depths)
-
-    def _confirm(self, chunks: abc.Sequence[PrefillChunk], prefilled: PrefilledEntries) -> None:
-        for chunk, entries in zip(chunks, prefilled.get(), strict=True):
-            self.totals.prefill_tokens += chunk.count
-            self.scheduler.confirm_prefill(self._at(chunk.slot).id, chunk.epoch, chunk.first + chunk.count, entries)
-            self._records.entries_TS[:, chunk.slot] = entries
-
     def _collect(self, numbers: abc.Sequence[int]) -> None:
         """Take in what some decode steps chose, then visit the sequences to which something happened."""
+        self._prefills.confirm(numbers[-1])
         outputs = self.runner.collect(numbers)
         ints_RC = np.concatenate([output.ints_NC.numpy().T for output in outputs], 1).T  # a column is looked at as a whole
         ints_RC[:, FLAGS] &= (1 << NEXT) - 1

@@ -42,7 +42,10 @@ class PageManager:
         return self._with_source(sequence, [tables * pages for tables in self._tables_of])
 
     def short(self, sequence: Sequence, more: int) -> bool:
-        """Whether any table lacks room for `more` tokens. Every `schedule` asks it of every sequence, so it is quick."""
+        """Whether any table lacks room for `more` tokens. Every `schedule` asks it of every sequence, so it is quick.
+
+        Tokens that were issued and not confirmed count in every table, here and below: which of them went deep is not
+        known yet."""
         most, ahead = sequence.most_entries, sequence.prefilled - sequence.confirmed + more
         for entries, pages in zip(sequence.entries, sequence.pages, strict=True):
             if len(pages) * self.page_size < min(most, entries + ahead):
@@ -152,8 +155,11 @@ class PageManager:
 
     def _missing(self, sequence: Sequence, more: int) -> list[int]:
         missing = [0] * len(self.pools)
-        for table, pool in enumerate(self.tables):
-            missing[pool] += max(0, self._pages_for(sequence.entries_after(table, more)) - len(sequence.pages[table]))
+        most, ahead, size = sequence.most_entries, sequence.prefilled - sequence.confirmed + more, self.page_size
+        for pool, entries, pages in zip(self.tables, sequence.entries, sequence.pages, strict=True):
+            lacking = min(most, entries + ahead) - len(pages) * size
+            if lacking > 0:
+                missing[pool] -= -lacking // size
         return missing
 
     def _can_have(self, pages: list[int]) -> bool:

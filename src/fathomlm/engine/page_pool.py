@@ -13,8 +13,8 @@ from collections.abc import Iterable
 class PagePool:
     """Hands out page numbers 0 to `total` - 1, the most recently freed first: its memory is likeliest to be warm.
 
-    What a call costs does not depend on how large the pool is. Pages come by the hand: a call for each would take longer than
-    what is done with it. Wrong calls are bugs of ours, which are met here as errors.
+    What a call costs does not depend on how large the pool is. Each takes many pages: a call for every page would take
+    longer than what is done with it. Wrong calls are bugs of ours, and raise errors.
     """
 
     __slots__ = ("_free", "_keepers", "_owners", "_spare", "total")

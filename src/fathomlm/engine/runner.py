@@ -288,6 +288,11 @@ class Runner:
         return list(range(first, first + steps))
 
     @property
+    def launched(self) -> int:
+        """How many decode steps were started; the next one has at least this number."""
+        return self._launched
+
+    @property
     def idle(self) -> bool:
         """Whether a GPU has done all decode steps that were started, and so waits for the host."""
         event = self._ends[(self._launched - 1) % len(self._ends)] if self._launched else None

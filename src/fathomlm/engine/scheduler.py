@@ -92,6 +92,16 @@ class Scheduler:
         return self.page_manager.available(2 * self.max_sequences)
 
     @property
+    def roomy_to_prefill(self) -> bool:
+        """The same, and beyond that pages of every table for all tokens of a pass over prompts."""
+        return self.page_manager.available(2 * self.max_sequences + -(-self.prefill_chunk // self.page_manager.page_size))
+
+    @property
+    def more_to_prefill(self) -> bool:
+        """Whether somebody waits, or has tokens to prefill that were not issued."""
+        return bool(self._queue) or any(sequence.unissued for sequence in self._wanting.values())
+
+    @property
     def lookahead(self) -> int:
         return self._lookahead
 
@@ -231,8 +241,10 @@ class Scheduler:
                 continue  # it has looked ahead, and wants to again
             if not self._make_room(sequence):
                 return
-            self.page_manager.grow(sequence, 1, out)
-            self._prefill_on(sequence, out)
+            if unissued:
+                self._prefill_on(sequence, out)
+            else:
+                self.page_manager.grow(sequence, 1, out)
 
     def _make_room(self, sequence: Sequence) -> bool:
         """See to it that a token more fits: cached prefixes go first, then whoever came last, perhaps this one itself."""
@@ -251,9 +263,10 @@ class Scheduler:
         if not most:
             return
         assert sequence.slot is not None
-        first = sequence.prefilled
-        fitting = bisect_left(range(1, most + 1), True, key=lambda count: not self.page_manager.fits(sequence, count))
-        count = self._cut(first, fitting)
+        first, fits = sequence.prefilled, self.page_manager.fits
+        if not fits(sequence, most):
+            most = bisect_left(range(1, most), True, key=lambda count: not fits(sequence, count))
+        count = self._cut(first, most)
         self.page_manager.grow(sequence, count, out)
         sequence.prefilled += count
         self._budget -= count

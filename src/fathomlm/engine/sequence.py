@@ -129,13 +129,6 @@ class Sequence:
         """Tokens to prefill that have not been issued yet."""
         return self.goal - self.prefilled
 
-    def entries_after(self, table: int, more: int) -> int:
-        """The entries that a table can hold at most after `more` further tokens.
-
-        Tokens that were issued and not confirmed count in every table: which of them went deep is not known yet.
-        """
-        return min(self.most_entries, self.entries[table] + self.prefilled - self.confirmed + more)
-
 
 def events_of(sequence: Sequence, told: int, pieces: list[str]) -> list[Event]:
     """An event for each token from number `told` on."""

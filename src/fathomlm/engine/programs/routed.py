@@ -106,7 +106,10 @@ class RoutedProgram:
             asked_N = torch.full_like(positions_N, recursion)
             go_N, gates_NR = self.routers.decide(asked_N, x_NM, gates_NR, positions_N, numbers_NC)
             on_N = on_N & go_N
-            at_K, valid_K = _going_on(on_N, batch.asks)
+            if recursion == 0:  # every token runs it (`layout_for`): nothing to ask
+                at_K, valid_K = torch.arange(len(on_N), device=on_N.device), on_N
+            else:
+                at_K, valid_K = _going_on(on_N, batch.asks)
             if not len(at_K):
                 break
             table = parts.layout.recursion_tables[recursion]

@@ -1,0 +1,80 @@
+"""Prefill passes: started, and confirmed when the device has told how many entries they left.
+
+How many entries the tokens of a mixture of recursions leave is known when the device has run them. To wait for that before
+the next pass is scheduled would leave a GPU without work for as long as scheduling takes. So while there is more to prefill
+and pages are plenty, a pass is confirmed behind the start of the next one. Until then its tokens count as entries of every
+table (`Sequence`), which is why that is not done where pages are scarce.
+"""
+
+from __future__ import annotations
+
+from collections import abc
+from dataclasses import dataclass
+
+from fathomlm.engine.runner import PrefilledEntries, Runner
+from fathomlm.engine.schedule import PrefillChunk
+from fathomlm.engine.scheduler import Scheduler
+from fathomlm.engine.sequence import Sequence
+from fathomlm.engine.slot_records import SlotRecords, Totals
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    sequences: list[Sequence]
+    """Of each chunk. It may leave its slot before the pass is confirmed."""
+    chunks: abc.Sequence[PrefillChunk]
+    entries: PrefilledEntries
+    number: int
+    """Of the first decode step behind it: with that one tokens may come of sequences that it has prefilled."""
+
+
+class Prefills:
+    def __init__(
+        self, runner: Runner, scheduler: Scheduler, records: SlotRecords, totals: abc.Callable[[], Totals], full: int | None
+    ) -> None:
+        """`totals` are the engine's. `full` is how many layers a token runs that does not exit early, where generated tokens
+        leave again where they left before (`Sequence.replays`); else None."""
+        self._runner, self._scheduler, self._records, self._totals = runner, scheduler, records, totals
+        self._full = full
+        self._unconfirmed: _Pass | None = None
+
+    def run(self, chunks: abc.Sequence[PrefillChunk], sequences: list[Sequence], start: abc.Callable[[], None]) -> None:
+        """Start a pass over these chunks of these sequences, then decode steps (`start`)."""
+        begun = self._begin(chunks, sequences) if chunks else None
+        self.confirm()  # the one before, while the device has this one to work on
+        self._unconfirmed = begun
+        if begun is not None and not (begun.entries.later and (self._scheduler.running or self._may_wait())):
+            self.confirm()  # at no cost, or nobody would run
+        start()
+        if not self._may_wait():
+            self.confirm()  # while the device has decode steps to run
+
+    def confirm(self, number: int | None = None) -> None:
+        """Tell the scheduler what the last pass left, unless it knows. With a number only where the pass was started before
+        the decode step of that number."""
+        done = self._unconfirmed
+        if done is None or (number is not None and number < done.number):
+            return
+        self._unconfirmed = None
+        for sequence, chunk, entries in zip(done.sequences, done.chunks, done.entries.get(), strict=True):
+            self._totals().prefill_tokens += chunk.count
+            if self._scheduler.confirm_prefill(sequence.id, chunk.epoch, chunk.first + chunk.count, entries):
+                self._records.entries_TS[:, chunk.slot] = entries
+
+    def _may_wait(self) -> bool:
+        """Whether the last pass may stay unconfirmed until the next one has begun."""
+        return self._scheduler.roomy_to_prefill and self._scheduler.more_to_prefill
+
+    def _begin(self, chunks: abc.Sequence[PrefillChunk], sequences: list[Sequence]) -> _Pass:
+        tokens = [
+            sequence.known[chunk.first : chunk.first + chunk.count]
+            for sequence, chunk in zip(sequences, chunks, strict=True)
+        ]
+        depths = None
+        if self._full is not None and any(sequence.tokens for sequence in sequences):
+            depths = [
+                sequence.depths_from(chunk.first, chunk.count, self._full)
+                for sequence, chunk in zip(sequences, chunks, strict=True)
+            ]
+        entries = self._runner.prefill(chunks, tokens, depths)
+        return _Pass(sequences, chunks, entries, self._runner.launched)
