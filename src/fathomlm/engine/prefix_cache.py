@@ -20,6 +20,7 @@ import heapq
 from collections import abc
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 from fathomlm.engine.page_pool import PagePool
 
@@ -33,8 +34,7 @@ class CachedPrefix:
     pages: tuple[tuple[int, ...], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Record:
+class _Record(NamedTuple):
     entries: tuple[int, ...]
     starts: tuple[int, ...]
     """By table: the page index from which on this record names the pages itself."""
@@ -104,19 +104,21 @@ class PrefixCache:
         With one table that holds at every full page on the way too. With several, the counts say nothing of other
         positions, and a position inside a page of tokens is not worth a record.
         """
-        single = len(self._tables) == 1
-        if entries[0] % self._page_size and not single:
+        size, single = self._page_size, len(self._tables) == 1
+        if entries[0] % size and not single:
             return
         node, above, path = self._root, None, []
-        for end in range(self._page_size, entries[0] + 1, self._page_size):
-            key = tuple(known[end - self._page_size : end])
+        for end in range(size, entries[0] + 1, size):
+            key = tuple(known[end - size : end])
             node = node.children.get(key) or self._grow(node, key)
             path.append(node)
-            if node.record is None and (single or end == entries[0]):
-                node.record = self._keep((end,) if single else tuple(entries), pages, above)
-                if node.holders:
-                    self._own(node)
             above = node.record or above
+        if single:
+            self._keep_pages(path, pages[0])
+        elif path and node.record is None:
+            node.record = self._keep(tuple(entries), pages, above)
+            if node.holders:
+                self._own([node.record])
         self._touch(path)
         if path:
             self._queue(path[-1])
@@ -125,14 +127,15 @@ class PrefixCache:
 
     def let_go(self, holder: int) -> None:
         """Hold nothing any more: what was held may be evicted, if nobody else holds it."""
-        node = self._held.pop(holder, None)
+        node, left = self._held.pop(holder, None), []
         while node is not None:
             node.holders -= 1
-            if not node.holders:
-                self._disown(node)
-                if node.record is not None and not node.children:
+            if node.record is not None and not node.holders:
+                left.append(node.record)
+                if not node.children:
                     self._queue(node)
             node = node.parent
+        self._disown(left)
 
     def evict(self, pool: int, pages: int = 1) -> None:
         """Drop records that nobody holds, the least recently used leaves first, until the pool has so many free pages."""
@@ -177,6 +180,19 @@ class PrefixCache:
         self.records += 1
         return _Record(entries, starts, own)
 
+    def _keep_pages(self, path: list[_PrefixNode], pages: abc.Sequence[int]) -> None:
+        """`_keep` with one table, for each page on the way that has no record."""
+        kept, owned = [], []
+        for number, (node, page) in enumerate(zip(path, pages, strict=False)):
+            if node.record is None:
+                node.record = _Record(((number + 1) * self._page_size,), (number,), ((page,),))
+                kept.append(page)
+                if node.holders:
+                    owned.append(node.record)
+        self._pool_of[0].keep(kept)
+        self._own(owned)
+        self.records += len(kept)
+
     def _touch(self, path: list[_PrefixNode]) -> None:
         self._clock += 1
         for node in path:
@@ -201,11 +217,13 @@ class PrefixCache:
 
     def _hold(self, node: _PrefixNode, holder: int) -> None:
         above: _PrefixNode | None = node
+        owned = []
         while above is not None:
             above.holders += 1
-            if above.holders == 1:
-                self._own(above)
+            if above.holders == 1 and above.record is not None:
+                owned.append(above.record)
             above = above.parent
+        self._own(owned)
         self.let_go(holder)
         self._held[holder] = node
 
@@ -228,18 +246,17 @@ class PrefixCache:
         if node.record is None:
             return
         if node.holders:
-            self._disown(node)
+            self._disown([node.record])
         for pool, named in zip(self._pool_of, node.record.pages, strict=True):
             pool.drop(named)
         node.record = None
         self.records -= 1
 
-    def _own(self, node: _PrefixNode) -> None:
-        if node.record is not None:
-            for pool, named in zip(self._pool_of, node.record.pages, strict=True):
-                pool.share(named)
+    def _own(self, records: list[_Record]) -> None:
+        """Their pages have one owner more."""
+        for table, pool in enumerate(self._pool_of):
+            pool.share([page for record in records for page in record.pages[table]])
 
-    def _disown(self, node: _PrefixNode) -> None:
-        if node.record is not None:
-            for pool, named in zip(self._pool_of, node.record.pages, strict=True):
-                pool.release(named)
+    def _disown(self, records: list[_Record]) -> None:
+        for table, pool in enumerate(self._pool_of):
+            pool.release([page for record in records for page in record.pages[table]])

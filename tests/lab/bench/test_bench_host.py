@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from fathomlm.cli.main import main
 from fathomlm.lab.bench import host
-from fathomlm.lab.bench.host import LISTENERS, PARTS, PLANS, TEXT, measure_host, null_engine, python_speed
+from fathomlm.lab.bench.host import LISTENERS, PARTS, PLANS, TEXT, _requests, measure_host, null_engine, python_speed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -44,6 +45,19 @@ def test_a_figure_and_its_parts(listeners: Any, tiny_tokenizer: Any) -> None:
         assert min((found.parts_us_per_token or {}).values()) > 0
 
 
+@pytest.mark.parametrize("plan", PLANS)
+def test_prompts(plan: Any, tiny_tokenizer: Any) -> None:
+    """They are prefilled whole, since none begins like another, and each has one new token."""
+    engine = null_engine(plan, 4, tiny_tokenizer, prompt=50)
+    given = list(itertools.islice(_requests(engine, 50), 12))
+    assert {(len(one.prompt), one.sampling.max_new_tokens) for one in given} == {(50, 1)}
+    engine.run(given)
+    assert (engine.totals.prefill_tokens, engine.totals.tokens) == (12 * 49, 12)
+    found = measure_host(plan, 4, "none", tiny_tokenizer, tokens=2000, prompt=200)
+    assert found.us_per_token > 0
+    assert set(found.parts_us_per_token or ()) == set(PARTS)
+
+
 def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(host, "TURNS", 1000)
     words = ["bench", "host", "--tokenizer", "bytes", "--batch-size", "2,3", "--plan", "plain", "--listeners", "none,async"]
@@ -57,6 +71,11 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     shown = capsys.readouterr().out
     assert "plain, 3, async" in shown
     assert "collect" in shown
+    assert main([*words, "--tokens", "1000", "--prompt", "9"]) == 2
+    assert "--listeners async" in capsys.readouterr().err
+    words[-1] = "none"
+    assert main([*words, "--tokens", "1000", "--prompt", "9", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["prompt"] == 9
     assert main(["bench", "host", "--listeners", "some"]) == 2
     assert "invalid --listeners 'some'" in capsys.readouterr().err
 

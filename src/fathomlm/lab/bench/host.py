@@ -33,7 +33,8 @@ from fathomlm.engine.programs.base import ENDED, VALID, SamplingVariant
 from fathomlm.engine.request import Event, Request
 from fathomlm.engine.runner import Runner
 from fathomlm.engine.schedule import Placement
-from fathomlm.engine.sizing import ample_memory
+from fathomlm.engine.sizing import GPU_CHUNK, ample_memory
+from fathomlm.errors import OptionError
 from fathomlm.lab.bench.asgi import Complete, streaming_client
 from fathomlm.lab.bench.models import random_model
 from fathomlm.lab.bench.options import Host
@@ -53,6 +54,8 @@ PLANS: dict[PlanName, DepthPlan] = {
 LISTENERS: tuple[Listeners, ...] = get_args(Listeners)
 PARTS = ("collect", "schedule", "launch", "text")
 """Taking in tokens and telling listeners; new requests, who runs, and with which pages; telling the device; text."""
+WITH_PROMPTS: tuple[Listeners, ...] = ("none", "callback")
+"""Without the asyncio front."""
 LONGEST = 512
 """Tokens of the longest completion; they are those of the thesis' workload."""
 TEXT = (
@@ -74,7 +77,7 @@ class HostCost:
     sequences: int
     listeners: Listeners
     tokens: int
-    """Of a round."""
+    """Of a round. With prompts those of prompts, else those of completions."""
     us_per_token: float
     event_loop_us_per_token: float | None
     """Of that in the event loop's thread, with the asyncio front."""
@@ -105,7 +108,11 @@ class NullProgram:
         """Slots have nothing of their own here."""
 
     def prefill(self, batch: PrefillBatch) -> None:
-        np.add.at(self._entries_ST, batch.slots_N.numpy(), 1)
+        begun = time.thread_time()
+        slots, many = np.unique(batch.slots_N.numpy(), return_counts=True)
+        self._entries_ST[slots] += many[:, None]
+        self._entries_ST[self._spare] = 0
+        self.seconds += time.thread_time() - begun
 
     def decode_step(self, variant: SamplingVariant) -> None:
         begun = time.thread_time()
@@ -137,21 +144,27 @@ class NullProgram:
 
 
 def null_engine(
-    plan: PlanName, batch_size: int, tokenizer: Any, stream_interval: int = 1, burst: int = BURST, page_size: int = PAGE
+    plan: PlanName,
+    batch_size: int,
+    tokenizer: Any,
+    stream_interval: int = 1,
+    burst: int = BURST,
+    page_size: int = PAGE,
+    prompt: int = 1,
 ) -> Engine:
-    """An engine over a device that does nothing. It has pages for everybody."""
+    """An engine over a device that does nothing. It has pages for everybody, and prefills in chunks of a GPU's size."""
     depth = PLANS[plan]
     architecture = Architecture(
         family="llama", layers=depth.unrolled_layers, hidden=8, intermediate=8, heads=1, kv_heads=1, head_dim=4,
-        vocab=len(tokenizer), context=2 * LONGEST, tied_embeddings=True,
+        vocab=len(tokenizer), context=2 * LONGEST + prompt, tied_embeddings=True,
     )  # fmt: skip
     model = random_model(architecture, depth, dtype=torch.float32, device=torch.device("cpu"))
     model.tokenizer = tokenizer
     options = EngineOptions(
-        batch_size=batch_size, max_length=LONGEST + 1, penalties=False, burst=burst, lag=1, max_queue=2 * batch_size + 8,
-        stream_interval=stream_interval, page_size=page_size,
+        batch_size=batch_size, max_length=LONGEST + prompt, penalties=False, burst=burst, lag=1,
+        max_queue=2 * batch_size + 8, stream_interval=stream_interval, page_size=page_size, prefill_chunk=GPU_CHUNK,
     )  # fmt: skip
-    options = replace(options, memory=ample_memory(model.decoder, options, LONGEST + 1))
+    options = replace(options, memory=ample_memory(model.decoder, options, LONGEST + prompt))
     engine = Engine(model, options)
     engine.runner.program = NullProgram(engine.runner, tokenizer(TEXT)["input_ids"])
     return engine
@@ -167,9 +180,12 @@ def measure_host(
     stream_interval: int = 1,
     burst: int = BURST,
     page_size: int = PAGE,
+    prompt: int = 1,
 ) -> HostCost:
-    """Some rounds of so many tokens each; the quickest counts."""
-    engine = null_engine(plan, batch_size, tokenizer, stream_interval, burst, page_size)
+    """Some rounds of so many tokens each; the quickest counts. With a `prompt` of more than a token it is the prompts'
+    tokens that count: requests have one new token each, and none begins like another."""
+    assert prompt == 1 or listeners in WITH_PROMPTS, f"prompts are not measured with {listeners}"
+    engine = null_engine(plan, batch_size, tokenizer, stream_interval, burst, page_size, prompt)
     sequences = engine.runner.sizes.max_sequences
     settle_heap()  # as `fathomlm serve` does
     try:
@@ -177,7 +193,7 @@ def measure_host(
             total, loop = asyncio.run((_measure_front if listeners == "async" else _measure_server)(engine, tokens))
             parts = None
         else:
-            total, parts = _measure_engine(engine, listeners == "callback", tokens)
+            total, parts = _measure_engine(engine, listeners == "callback", tokens, prompt)
             loop = None
     finally:
         del engine
@@ -208,9 +224,12 @@ def _lengths(engine: Engine) -> Iterator[int]:
     yield from lengths
 
 
-def _requests(engine: Engine) -> Iterator[Request]:
+def _requests(engine: Engine, prompt: int) -> Iterator[Request]:
+    draw, vocab = np.random.default_rng(0), engine.model.architecture.vocab
     for new in _lengths(engine):
-        yield Request(id=engine.new_id(), prompt=(0,), sampling=Sampling(max_new_tokens=new, ignore_eos=True))
+        tokens = (0,) if prompt == 1 else tuple(draw.integers(vocab, size=prompt).tolist())
+        sampling = Sampling(max_new_tokens=new if prompt == 1 else 1, ignore_eos=True)
+        yield Request(id=engine.new_id(), prompt=tokens, sampling=sampling)
 
 
 def _null_seconds(engine: Engine) -> float:
@@ -218,16 +237,19 @@ def _null_seconds(engine: Engine) -> float:
     return engine.runner.program.seconds
 
 
-def _measure_engine(engine: Engine, listens: bool, tokens: int) -> tuple[float, dict[str, float]]:
-    requests, heard = _requests(engine), list[list[Event]]()
+def _measure_engine(engine: Engine, listens: bool, tokens: int, prompt: int) -> tuple[float, dict[str, float]]:
+    requests, heard = _requests(engine, prompt), list[list[Event]]()
 
     def hear(events: list[Event]) -> None:
         heard[:] = (events,)
 
+    def counted() -> int:
+        return engine.totals.tokens if prompt == 1 else engine.totals.prefill_tokens
+
     def run(many: int) -> float:
         """Seconds of the host for so many tokens and a few more, by token."""
-        spent, begun, goal = 0.0, engine.totals.tokens, engine.totals.tokens + many
-        while engine.totals.tokens < goal:
+        spent, begun = 0.0, counted()
+        while counted() < begun + many:
             missing = engine.runner.sizes.max_sequences + 1 - engine.unfinished
             new = list(itertools.islice(requests, max(0, missing)))  # made by whoever asks: not the engine's time
             before, null = time.thread_time(), _null_seconds(engine)
@@ -235,16 +257,17 @@ def _measure_engine(engine: Engine, listens: bool, tokens: int) -> tuple[float, 
                 engine.submit(request, hear if listens else None)
             engine.step()
             spent += time.thread_time() - before - (_null_seconds(engine) - null)
-        return spent / (engine.totals.tokens - begun)
+        return spent / (counted() - begun)
 
     run(tokens // 2)
     best = min(run(tokens) for _ in range(ROUNDS))
-    clock, null, begun = StageClock(time.thread_time, PARTS), _null_seconds(engine), engine.totals.tokens
+    clock, null, begun = StageClock(time.thread_time, PARTS), _null_seconds(engine), counted()
     clock_methods(clock, engine, step="schedule", submit="schedule", _collect="collect", _read="text", _read_end="text")
-    clock_methods(clock, engine.runner, apply="launch", launch_burst="launch")
+    clock_methods(clock, engine.runner, apply="launch", prefill="launch", launch_burst="launch")
+    clock_methods(clock, engine.scheduler, confirm_prefill="collect")
     run(tokens)
     clock.seconds["launch"] -= _null_seconds(engine) - null
-    parts = {part: seconds / (engine.totals.tokens - begun) * 1e6 for part, seconds in clock.seconds.items()}
+    parts = {part: seconds / (counted() - begun) * 1e6 for part, seconds in clock.seconds.items()}
     return best * 1e6, parts
 
 
@@ -299,6 +322,9 @@ async def _measure_tasks(engine: Engine, tokens: int, complete: Complete) -> tup
 def run(options: Host) -> int:
     if "http" in options.listeners:
         check_installed()
+    front = [name for name in options.listeners if name not in WITH_PROMPTS]
+    if options.prompt > 1 and front:
+        raise OptionError(f"--prompt is measured without the asyncio front, so not with --listeners {','.join(front)}")
     tokenizer = find_tokenizer(options.tokenizer)
     torch.set_num_threads(1)
     cases = list(itertools.product(options.plans, options.batch_sizes, options.listeners))
@@ -309,7 +335,7 @@ def run(options: Host) -> int:
             found = measure_host(
                 plan, size, listeners, tokenizer,  # type: ignore[arg-type]
                 tokens=tokens, stream_interval=options.stream_interval, burst=options.burst,
-                page_size=options.page_size,
+                page_size=options.page_size, prompt=options.prompt,
             )  # fmt: skip
             costs.append(asdict(found))
             update(done, len(cases))
@@ -320,6 +346,7 @@ def run(options: Host) -> int:
         "stream_interval": options.stream_interval,
         "burst": options.burst,
         "page_size": options.page_size,
+        "prompt": options.prompt,
         "costs": costs,
     }
     return options.answer(record, print_host)
@@ -334,9 +361,10 @@ def print_host(record: dict[str, Any]) -> None:
         told = [optional(figure, ".2f") for figure in figures]
         rows.append([f"{one['plan']}, {one['batch_size']}, {one['listeners']}", *told])
     speed = record["environment"]["empty_loop_ns"]
+    what = "token" if record["prompt"] == 1 else f"token of prompts of {record['prompt']}"
     caption = (
         "Microseconds of processor time, the least of three rounds; the device that does nothing is left out.\n"
         f"Parts: a further round with more clocks. A turn of an empty Python loop takes {speed:.0f} ns here."
     )
     head = ["plan, batch, listeners", "us", *parts, "loop"]
-    print_table([head, *rows], "the host: microseconds per token, without a model", caption=caption)
+    print_table([head, *rows], f"the host: microseconds per {what}, without a model", caption=caption)

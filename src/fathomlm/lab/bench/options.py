@@ -272,5 +272,11 @@ class Host(JsonOptions):
         default_text=f"{BURST}; on a GPU an engine goes up to {BURST * LONGER} if the host is late",
     )
     page_size: int = like(EngineOptions, "page_size")
+    prompt: int = option(
+        1,
+        ge=1,
+        le=4096,
+        help="tokens per prompt; with more than one, time is per prompt token, and requests have one new token",
+    )
     tokens: int = option(30_000, ge=1000, help="tokens per round; the quickest of three rounds counts")
     tokenizer: str = like(PrepareOptions, "tokenizer", "fathom-mor-23m")
