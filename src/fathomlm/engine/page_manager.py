@@ -73,12 +73,13 @@ class PageManager:
         there were enough."""
         enough = True
         most, ahead, size = sequence.most_entries, sequence.prefilled - sequence.confirmed + more, self.page_size
-        for table, (entries, pages) in enumerate(zip(sequence.entries, sequence.pages, strict=True)):
+        for table, (entries, pages, pool) in enumerate(zip(sequence.entries, sequence.pages, self._pool_of, strict=True)):
             lacking = min(most, entries + ahead) - len(pages) * size
             if lacking > 0:
-                wanted = -(-lacking // size)
-                count = min(wanted, self._pool_of[table].available)
-                enough = enough and count == wanted
+                count = -(-lacking // size)
+                if count > pool.free:
+                    wanted, count = count, min(count, pool.available)
+                    enough = enough and count == wanted
                 if count > 0:
                     self._give(sequence, table, count, out)
         return enough
@@ -97,8 +98,9 @@ class PageManager:
         sequence.prefilled = sequence.confirmed = prefix.length
         sequence.entries = list(prefix.entries)
         sequence.pages = [list(pages[: self._full(prefix, table)]) for table, pages in enumerate(prefix.pages)]
-        for table, pages in enumerate(sequence.pages):
-            self._pool_of[table].share(pages)
+        if prefix.length:
+            for pool, pages in zip(self._pool_of, sequence.pages, strict=True):
+                pool.share(pages)
         missing = self._with_source(sequence, self._missing(sequence, min(more, sequence.unissued) + 1))
         if self._can_have([pages + headroom for pages in missing]):
             return True
@@ -146,8 +148,8 @@ class PageManager:
             self.prefixes.record(sequence.keys, (sequence.shared_entries(done),), sequence.pages)
 
     def give_back(self, sequence: Sequence) -> None:
-        for table, pages in enumerate(sequence.pages):
-            self._pool_of[table].release(reversed(pages))
+        for pool, pages in zip(self._pool_of, sequence.pages, strict=True):
+            pool.release(reversed(pages))
         self.pools[0].release(reversed(sequence.source_pages))
         self.prefixes.let_go(sequence.id)
         sequence.pages, sequence.entries, sequence.source_pages = [], [], []

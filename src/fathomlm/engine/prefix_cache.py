@@ -128,6 +128,8 @@ class PrefixCache:
     def let_go(self, holder: int) -> None:
         """Hold nothing any more: what was held may be evicted, if nobody else holds it."""
         node, left = self._held.pop(holder, None), []
+        if node is None:
+            return
         while node is not None:
             node.holders -= 1
             if node.record is not None and not node.holders:

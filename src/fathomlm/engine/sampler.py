@@ -80,7 +80,7 @@ class SamplerState:
         self._counts_SV = torch.zeros(kept, vocab, dtype=torch.int32, device=device)
         self._seen_SV = torch.zeros(kept, vocab, dtype=torch.bool, device=device)
         self._bias_SV = torch.zeros(0, vocab, device=device)  # until a request has a bias
-        self._held: dict[int, Request] = {}
+        self._held: dict[int, tuple[Request, list[str]]] = {}
         self._needs: Counter[str] = Counter()
 
     @property
@@ -111,22 +111,23 @@ class SamplerState:
     def place(self, slot: int, request: Request, generated: Sequence[int] = (), allowed: bytes | None = None) -> None:
         """Write one slot's settings. `generated` is what the request has said so far, where it was put aside; `allowed` as
         in `set_bias`."""
+        self.check(request)
         self.place_all([(slot, request, request.prompt, generated, allowed)])
 
     def place_all(self, placed: Sequence[tuple[int, Request, Sequence[int], Sequence[int], bytes | None]]) -> None:
-        """The same for several slots, each with what its decoder reads as a prompt."""
+        """The same for several slots, each with what its decoder reads as a prompt. Their requests were checked."""
         settings: dict[int, SlotSettings] = {}
         for slot, request, prompt, generated, allowed in placed:
             assert 0 <= slot < self.scratch, f"slot {slot} of {self.scratch}"
-            self.check(request)
             self._forget(slot)
             settings[slot] = self._settings_of(request)
             if request.penalised:
                 self._recall(slot, prompt, generated)
             if request.biased:
                 self.set_bias(slot, request, allowed)
-            self._held[slot] = request
-            for name in _needs(request):
+            needs = _needs(request)
+            self._held[slot] = request, needs
+            for name in needs:
                 self._needs[name] += 1
         self._write(settings)
 
@@ -157,13 +158,14 @@ class SamplerState:
 
     def _forget(self, slot: int) -> bool:
         """Whether a request was there."""
-        request = self._held.pop(slot, None)
-        if request is not None:
-            for name in _needs(request):
+        held = self._held.pop(slot, None)
+        if held is not None:
+            request, needs = held
+            for name in needs:
                 self._needs[name] -= 1
             if request.biased:
                 self._bias_SV[slot].zero_()
-        return request is not None
+        return held is not None
 
     def set_bias(self, slot: int, request: Request, allowed: bytes | None = None) -> None:
         """What is added to a slot's logits from now on, minus infinity where `allowed` has a 0 for a token. There is room
