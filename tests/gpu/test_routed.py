@@ -9,8 +9,10 @@ import torch
 
 from fathomlm.cache import build_cache
 from fathomlm.decode.full import generate
+from fathomlm.decode.sampling import Sampling
 from fathomlm.depth import Architecture, DepthPlan, build_routing
 from fathomlm.engine.engine import Engine
+from fathomlm.engine.request import Request
 from fathomlm.model.decoder import Decoder
 from fathomlm.model.route import RoutingTrace
 from fathomlm.train.objective import Objective
@@ -72,6 +74,31 @@ def test_captured_prompts_choose_what_the_reference_chooses(case: tuple[str, str
         assert [(r.tokens, r.depths) for r in found] == [(w.tokens, w.depths) for w in wanted]
         assert short._met == {64, 128}
     assert set(short._graphs) == {64, 128}
+
+
+@pytest.mark.parametrize(
+    "case", [("expert", "cache", "middle"), ("token", "share", "middle"), ("expert", "hybrid", "cycle")]
+)
+def test_passes_that_are_confirmed_behind_the_next_one(case: tuple[str, str, str]) -> None:
+    """Long passes are not captured: the device is asked how many tokens go on; the host is a pass ahead of what it left."""
+    model = model_of(routed(*case))
+    engine = Engine(
+        copy.deepcopy(model).to(CUDA), compile=False, batch_size=8, page_size=16, prefill_chunk=70, max_length=48,
+        memory=1 << 23,
+    )  # fmt: skip
+    engine.runner.short_prefill.sizes = ()
+    prompts = [[(1 + 7 * many + at * (at + 3)) % VOCAB for at in range(3 + 4 * (many % 9))] for many in range(40)]
+    wanted = generate(model, prompts, max_new_tokens=8, ignore_eos=True)
+    sampling = Sampling(max_new_tokens=8, ignore_eos=True)
+    sequences = [engine.submit(Request(id=at, prompt=tuple(one), sampling=sampling)) for at, one in enumerate(prompts)]
+    unconfirmed = 0
+    while engine.busy:
+        engine.step()
+        unconfirmed += engine._prefills._unconfirmed is not None
+    assert unconfirmed >= 3
+    for sequence, one in zip(sequences, wanted, strict=True):
+        assert sequence.result is not None
+        assert (sequence.result.tokens, sequence.result.depths) == (one.tokens, one.depths)
 
 
 @pytest.mark.parametrize(
