@@ -1,6 +1,6 @@
 """Settings of attention over pages, compared: decoding rows, and prompts that are read.
 
-    python benchmarks/attention_settings.py --out attention_settings.json [--seconds 100]
+    python benchmarks/attention_settings.py --out attention_settings.json [--seconds 100] [--cases "360M 32 8192"]
 
 Shapes are those of SmolLM-360M and 1.7B in bfloat16, rows and contexts those of engine_scale.py: `short` contexts are of
 requests of about 256 new tokens, somewhere on their way; `even` ones are all of 150 tokens; `long` ones are between 512 and
@@ -238,18 +238,26 @@ def off(fast: Tensor, slow: Tensor) -> float:
     return float((fast.float() - slow.float()).abs().max() / slow.float().abs().max())
 
 
-def compile_some(number: int, workers: int) -> None:
-    """In a process of its own: leaves what it compiled in Triton's cache. What fails is told by the measurement."""
+def case_name(case: tuple[str, int, str]) -> str:
+    return " ".join(map(str, case))
+
+
+def compile_some(number: int, workers: int, *, shapes: Sequence[str], all_else: bool) -> None:
+    """In a process of its own: leaves what it compiled in Triton's cache. What fails is told by the measurement. `all_else`:
+    prompts and the pass behind gate and up, too."""
     jobs: list[Callable[[], Any]] = []
-    for shape in SHAPES:
+    for shape in shapes:
         rows = Rows.build(shape, [40] * 80, most_copies=1)
         settings = [*candidates(shape), in_use(shape, 256, 512)]
         jobs += [lambda rows=rows, one=one: rows.call(one) for one in settings]  # type: ignore[misc]
+        if not all_else:
+            continue
         some = Prompts.build(shape, 1, 160)
         jobs += [lambda some=some, one=one: some.call(one) for one in [*prefill_candidates(), prefill_blocks(64)]]  # type: ignore[misc]
     M, inner, *_ = SHAPES["360M"]
     product, x = bf16(80, 2 * inner), bf16(80, M)
-    jobs += [partial(gate_rows, product, x, EPS, None, *one) for one in GATING]
+    if all_else:
+        jobs += [partial(gate_rows, product, x, EPS, None, *one) for one in GATING]
     random.Random(1).shuffle(jobs)
     for job in jobs[number::workers]:
         with contextlib.suppress(Exception):
@@ -371,14 +379,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--seconds", type=float, default=100, help="for all of it, compiling included")
+    parser.add_argument(
+        "--cases", default=",".join(map(case_name, CASES)), help="decoding rows to time; with the first case all else, too"
+    )
     args = parser.parse_args()
+    wanted = [name.strip() for name in args.cases.split(",")]
+    if unknown := set(wanted) - set(map(case_name, CASES)):
+        parser.error(f"--cases: no case {', '.join(sorted(unknown))}; there are {', '.join(map(case_name, CASES))}")
+    cases = [case for case in CASES if case_name(case) in wanted]
+    shapes = [shape for shape in SHAPES if any(case[0] == shape for case in cases)]
     begun = time.monotonic()
-    compile_ahead(compile_some, 0.6 * args.seconds)
+    compile_ahead(partial(compile_some, shapes=shapes, all_else=CASES[0] in cases), 0.6 * args.seconds)
     speed = bandwidth()
     print(f"compiled in {time.monotonic() - begun:.0f} s; a copy moves {speed / 1e12:.2f} TB/s")
     record: Record = {"environment": environment(), "bytes_per_s": speed, "rows": [], "prompts": []}
     bad: set[Setting] = set()
-    for shape in SHAPES:
+    for shape in shapes:
         rows = Rows.build(shape, [0, 1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 128, 129, 500, 700], most_copies=1)
         for setting in candidates(shape):
             try:
@@ -390,7 +406,7 @@ def main() -> None:
             if not error < NEAR:
                 bad.add(setting)
                 print("! off by", error, shape, setting.told())
-    for case in CASES:
+    for case in cases:
         if time.monotonic() - begun > 0.95 * args.seconds:
             print("time is up before", case)
             break
