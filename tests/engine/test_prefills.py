@@ -12,6 +12,7 @@ from fathomlm.decode.full import generate
 from fathomlm.decode.sampling import Sampling
 from fathomlm.depth import DepthPlan
 from fathomlm.engine.engine import Engine
+from fathomlm.engine.prefills import Prefills
 from fathomlm.engine.request import Request, Result
 from fathomlm.model.hub import FathomForCausalLM
 from model.route.small import LLAMA, model_of, routed
@@ -88,6 +89,35 @@ def test_none_waits_where_pages_are_scarce() -> None:
     results, unconfirmed = run(scarce, requests())
     assert unconfirmed == 0
     assert [result.tokens for result in results] == [expected(one) for one in requests()]
+
+
+def test_none_waits_where_the_next_prompt_begins_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It finds in the prefix cache what the pass before it left, as where every pass is confirmed at once."""
+    prompts = [tuple(range(first, first + 13)) for first in (40, 1, 1, 1, 20, 45, 30, 20)]
+    sampling = Sampling(max_new_tokens=9, ignore_eos=True)
+    found = []
+    for waits in (True, False):
+        if not waits:
+            monkeypatch.setattr(Prefills, "_may_wait", lambda prefills, done: False)
+        engine = Engine(model(), **SMALL | {"prefill_chunk": 12, "lag": 1})  # a chunk is a prompt
+        asked = [Request(id=number, prompt=prompt, sampling=sampling) for number, prompt in enumerate(prompts, 1)]
+        results, unconfirmed = run(engine, asked)
+        found.append((engine.counters().prefix_hits, engine.totals.prefill_tokens, [result.tokens for result in results]))
+        assert bool(unconfirmed) == waits
+    assert found[0] == found[1]
+    assert found[0][0] == 3 * 12
+
+
+def test_decoding_begins_before_the_next_prompt_where_nobody_runs() -> None:
+    """Else the first token would wait for a prompt of somebody else."""
+    sampling = Sampling(max_new_tokens=3, ignore_eos=True)
+    engine = Engine(model(), **SMALL)
+    one, other = (
+        engine.submit(Request(id=number, prompt=prompt, sampling=sampling))
+        for number, prompt in ((1, tuple(range(1, 10))), (2, tuple(range(20, 59))))
+    )
+    engine.step()
+    assert (one.state, other.state, engine.totals.decode_steps) == ("running", "prefilling", 1)
 
 
 def test_a_plain_model_has_nothing_to_wait_for() -> None:

@@ -19,7 +19,7 @@ from fathomlm.engine.slot_records import SlotRecords, Totals
 
 
 @dataclass(frozen=True, slots=True)
-class _Pass:
+class _PrefillPass:
     sequences: list[Sequence]
     """Of each chunk. It may leave its slot before the pass is confirmed."""
     chunks: abc.Sequence[PrefillChunk]
@@ -36,17 +36,17 @@ class Prefills:
         leave again where they left before (`Sequence.replays`); else None."""
         self._runner, self._scheduler, self._records, self._totals = runner, scheduler, records, totals
         self._full = full
-        self._unconfirmed: _Pass | None = None
+        self._unconfirmed: _PrefillPass | None = None
 
     def run(self, chunks: abc.Sequence[PrefillChunk], sequences: list[Sequence], start: abc.Callable[[], None]) -> None:
         """Start a pass over these chunks of these sequences, then decode steps (`start`)."""
         begun = self._begin(chunks, sequences) if chunks else None
         self.confirm()  # the one before, while the device has this one to work on
         self._unconfirmed = begun
-        if begun is not None and not (begun.entries.later and (self._scheduler.running or self._may_wait())):
+        if begun is not None and not (begun.entries.later and self._scheduler.running):
             self.confirm()  # at no cost, or nobody would run
         start()
-        if not self._may_wait():
+        if self._unconfirmed is not None and not self._may_wait(self._unconfirmed):
             self.confirm()  # while the device has decode steps to run
 
     def confirm(self, number: int | None = None) -> None:
@@ -61,11 +61,13 @@ class Prefills:
             if self._scheduler.confirm_prefill(sequence.id, chunk.epoch, chunk.first + chunk.count, entries):
                 self._records.entries_TS[:, chunk.slot] = entries
 
-    def _may_wait(self) -> bool:
-        """Whether the last pass may stay unconfirmed until the next one has begun."""
-        return self._scheduler.roomy_to_prefill and self._scheduler.more_to_prefill
+    def _may_wait(self, done: _PrefillPass) -> bool:
+        """Whether this pass may stay unconfirmed until the next one has begun. Whoever begins like one of its sequences
+        would not find in the prefix cache what it leaves there."""
+        scheduler = self._scheduler
+        return scheduler.roomy_to_prefill and scheduler.more_to_prefill and not scheduler.repeats(done.sequences)
 
-    def _begin(self, chunks: abc.Sequence[PrefillChunk], sequences: list[Sequence]) -> _Pass:
+    def _begin(self, chunks: abc.Sequence[PrefillChunk], sequences: list[Sequence]) -> _PrefillPass:
         tokens = [
             sequence.known[chunk.first : chunk.first + chunk.count]
             for sequence, chunk in zip(sequences, chunks, strict=True)
@@ -77,4 +79,4 @@ class Prefills:
                 for sequence, chunk in zip(sequences, chunks, strict=True)
             ]
         entries = self._runner.prefill(chunks, tokens, depths)
-        return _Pass(sequences, chunks, entries, self._runner.launched)
+        return _PrefillPass(sequences, chunks, entries, self._runner.launched)

@@ -101,6 +101,20 @@ class Scheduler:
         """Whether somebody waits, or has tokens to prefill that were not issued."""
         return bool(self._queue) or any(sequence.unissued for sequence in self._wanting.values())
 
+    def repeats(self, sequences: abc.Iterable[Sequence]) -> bool:
+        """Whether one of those that may be placed next begins with the first page of one of these."""
+        size, budget = self.page_manager.page_size, self.prefill_chunk
+        if not self.page_manager.prefix_caching:
+            return False
+        firsts = {(sequence.request.max_depth, sequence.prompt[:size]) for sequence in sequences}
+        for waiting in self._queue.values():
+            if (waiting.request.max_depth, waiting.prompt[:size]) in firsts:
+                return True
+            budget -= len(waiting.prompt)
+            if budget <= 0:
+                break
+        return False
+
     @property
     def lookahead(self) -> int:
         return self._lookahead

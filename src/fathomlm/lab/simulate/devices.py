@@ -164,7 +164,7 @@ class LoopDevice(Device):
         self._own, self._outer = own, own and outer
         self._first = 1 if self._outer else 0
         """The table of the first recursion."""
-        self._turn = CORE + recursions
+        self.recursions, self._turn = recursions, CORE + recursions
         self._at_once = at_once
 
     def decode_step(self) -> SimulatedStep:

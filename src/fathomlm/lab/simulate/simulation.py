@@ -7,6 +7,7 @@ step that is not over.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +23,7 @@ from fathomlm.engine.sequence import Sequence
 from fathomlm.errors import OptionError
 from fathomlm.lab.common import OnProgress, unwatched
 from fathomlm.lab.simulate.costs import Costs
-from fathomlm.lab.simulate.devices import ChosenToken, Device, PlainDevice
+from fathomlm.lab.simulate.devices import ChosenToken, Device, LoopDevice, PlainDevice
 from fathomlm.lab.simulate.trajectories import Trajectories
 
 REPORT_TOKENS = 20_000
@@ -206,11 +207,17 @@ class Simulation:
 
     def _burst(self) -> int:
         """Decode steps of the next burst: where each has a token of as many sequences as there are rows, no more than they
-        lack tokens beyond those in flight."""
-        if not isinstance(self.device, PlainDevice):
-            return self.setting.burst
+        lack tokens beyond those in flight; where tokens run a block several times, no more than they may need for that
+        (`engine.launches`)."""
         left, rows = [one.max_new_tokens - len(one.tokens) for one in self.scheduler.placed], self.device.batch_size
-        lacks = max(*left, -(-sum(left) // rows) if len(left) > rows else 0)
+        if isinstance(self.device, PlainDevice):
+            lacks = max(*left, -(-sum(left) // rows) if len(left) > rows else 0)
+        elif isinstance(self.device, LoopDevice):
+            cores, waiting = self.device.cores, -(-max(self.scheduler.running, 1) // rows)
+            per_token = waiting * math.ceil(self.device.recursions / max(1, sum(cores) // len(cores))) / len(cores)
+            lacks = math.ceil(max(left) * per_token)
+        else:
+            return self.setting.burst
         return min(self.setting.burst, max(0 if self._flying else 1, lacks - len(self._flying)))
 
     def _in_slot(self, slot: int) -> Sequence:
