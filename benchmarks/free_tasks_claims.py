@@ -5,7 +5,7 @@
 The lines are those of `free_tasks.py decode`. A file for each study has differences with their intervals, 95 % over 1,000
 draws of the test texts; the verdicts are `fathomlm study report`'s. Of two settings of one model that interval is what there
 is to know; two models were trained once each, and how much another run would differ is not in it, so their differences have
-none.
+none. All of them were written down when most of the texts had been decoded, so all are marked as stated afterwards.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def record_of(task: TaskResults, where: dict[str, Any]) -> dict[str, Any]:
         if places:
             full = task.texts[claim.pairs[0][2][0], "full"].score
             within = round((1 - KEPT) * full, 2) if claim.same else None
-            told.append({"text": claim.text, "thesis": claim.thesis, "within": within, "places": places})
+            told.append({"text": claim.text, "thesis": claim.thesis, "within": within, "after": True, "places": places})
     many = len(next(iter(task.texts.values())).record["texts"])
     keys = ("device", "torch", "date")
     return {

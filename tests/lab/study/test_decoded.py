@@ -23,7 +23,7 @@ def record(**changes: Any) -> dict[str, Any]:
         return {"setting": "threshold 0.5", "one": "a, copy", "other": "a, full", "mean": mean, "interval": interval}
 
     claims = [
-        {"text": "Copying is below", "thesis": "tab_free:copying", "places": [place(-1.0, [-1.5, -0.2])]},
+        {"text": "Copying is below", "thesis": "tab_free:copying", "after": True, "places": [place(-1.0, [-1.5, -0.2])]},
         {"text": "It is not", "thesis": "tab_free:copying", "places": [place(0.9, [0.1, 2.5]), place(0.1, [-0.5, 0.4])]},
         {"text": "The same", "thesis": "ours", "within": 0.2, "places": [place(0.0, [-0.1, 0.1]), place(0.0, [-0.3, 0.1])]},
         {"text": "Another model", "thesis": "ours", "places": [place(-5.0, None)]},
@@ -59,10 +59,11 @@ def test_the_report_tells_them_beside_the_studys_own(values: Callable[..., dict[
     (found,) = results_of([study], own)
     text = page([found], Path("results.md"))
     assert text.count(study.claims[0].text) == 2, "in the table of claims and in the section"
-    assert "| Copying is below | `tab_free:copying` | small | *confirmed* |" in text
+    assert "| Copying is below | `tab_free:copying` | small | afterwards | *confirmed* | 1 of 1 |" in text
+    assert "**It is not** (`tab_free:copying`): *not resolved at this scale (1 refuted, 1 open)*" in text
     assert "*not resolved at this scale (1 refuted, 1 open)*" in text
     assert "How these models decode: 500 texts, BLEU, NVIDIA H200" in text
-    assert "| a, copy - a, full | threshold 0.5 | BLEU | -1.00 (-1.50 to -0.20) | 1 | confirmed |" in text
+    assert "| a, copy - a, full | threshold 0.5 | BLEU | -1.00 (-1.50 to -0.20) | 1 | confirmed | p = 0.010 |" in text
     assert overall(each for each in found.judged if each.claim.text == "Copying is below") == "confirmed"
 
 

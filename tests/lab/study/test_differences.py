@@ -6,7 +6,7 @@ from statistics import stdev
 
 import pytest
 
-from fathomlm.lab.study.differences import Difference, decide, difference, residual, t_95
+from fathomlm.lab.study.differences import Difference, chance, decide, difference, doubt, holm, residual, t_95
 
 
 def test_a_pair_alone_has_the_paired_t_interval() -> None:
@@ -15,7 +15,7 @@ def test_a_pair_alone_has_the_paired_t_interval() -> None:
     gaps = [one[seed] - other[seed] for seed in one]
     assert found is not None
     assert found.mean == pytest.approx(sum(gaps) / 3)
-    assert found.half == pytest.approx(4.303 * stdev(gaps) / math.sqrt(3))
+    assert found.half == pytest.approx(4.302653 * stdev(gaps) / math.sqrt(3))
     assert found.freedom == 2
 
 
@@ -36,7 +36,7 @@ def test_the_spread_is_of_all_variants_that_have_the_seeds() -> None:
     assert (spread.freedom, found.freedom) == (2, 2)
     # Seed 1 less seed 0 is 0.2, 0.1, 0.3 in the three: half the spread of those is each run's.
     assert spread.deviation == pytest.approx(math.sqrt(0.02 / 2 / 2))
-    assert found.half == pytest.approx(4.303 * spread.deviation)
+    assert found.half == pytest.approx(4.302653 * spread.deviation)
 
 
 def test_variants_need_not_have_the_same_seeds() -> None:
@@ -80,8 +80,8 @@ def test_only_common_seeds_are_compared() -> None:
     assert difference({0: 1.0}, {1: 1.0}) is None
 
 
-def gap(mean: float, half: float | None) -> Difference:
-    return Difference(mean=mean, seeds=2, half=half, freedom=1)
+def gap(mean: float, half: float | None, freedom: int = 4) -> Difference:
+    return Difference(mean=mean, seeds=2, half=half, freedom=freedom)
 
 
 def test_verdicts_follow_from_the_interval_and_its_direction() -> None:
@@ -101,7 +101,61 @@ def test_sameness_needs_the_whole_interval_inside() -> None:
     assert decide(gap(0.0, None), -0.05, 0.05) == "not resolved at this scale"
 
 
+def test_a_spread_of_few_degrees_of_freedom_decides_nothing() -> None:
+    assert decide(gap(-0.1, 0.05, freedom=3), -math.inf, 0.0) == "not resolved at this scale"
+    assert doubt(gap(-0.1, 0.05, freedom=3), -math.inf, 0.0) is None
+    texts = Difference(mean=-0.1, seeds=1, half=None, freedom=0, interval=(-0.15, -0.05))
+    assert decide(texts, -math.inf, 0.0) == "confirmed", "an interval that is not of seeds has its own"
+
+
+@pytest.mark.parametrize("freedom", [4, 5, 15, 40])
+@pytest.mark.parametrize(("mean", "bounds"), [(-0.1, (-math.inf, 0.0)), (0.1, (-math.inf, 0.0)), (0.02, (-0.1, 0.1))])
+def test_doubt_is_the_level_at_which_the_verdict_is_only_just_given(
+    freedom: int, mean: float, bounds: tuple[float, float]
+) -> None:
+    distance = min(abs(mean - bound) for bound in bounds)
+    for half in (0.999 * distance, 1.001 * distance):
+        found = gap(mean, half, freedom)
+        level = doubt(found, *bounds)
+        assert level is not None
+        assert level == pytest.approx(0.05, rel=0.02)
+        assert (level < 0.05) == (decide(found, *bounds) != "not resolved at this scale")
+    assert doubt(gap(mean, 0.0, freedom), *bounds) == 0.0
+    assert doubt(None, *bounds) is None
+
+
+def test_intervals_of_texts_are_taken_to_be_normal() -> None:
+    found = Difference(mean=-1.0, seeds=1, half=None, freedom=0, interval=(-1.98, -0.02))
+    assert doubt(found, -math.inf, 0.0) == pytest.approx(0.0455, abs=1e-3)
+
+
+def test_chance_is_students_t() -> None:
+    """Against tables: the quantiles of 0.10, 0.05 and 0.001, two-sided."""
+    tables = {1: (6.314, 12.706, 636.62), 2: (2.920, 4.303, 31.599), 5: (2.015, 2.571, 6.869), 16: (1.746, 2.120, 4.015)}
+    for freedom, quantiles in tables.items():
+        for t, level in zip(quantiles, (0.10, 0.05, 0.001), strict=True):
+            assert chance(t, freedom) == pytest.approx(level, rel=2e-3)
+            assert chance(-t, freedom) == chance(t, freedom)
+    assert chance(0.0, 3) == 1.0
+    assert chance(1.96, 100_001) == pytest.approx(0.05, abs=1e-4)
+
+
 def test_students_t_falls_to_the_normal_limit() -> None:
     values = [t_95(freedom) for freedom in range(1, 200)]
     assert values == sorted(values, reverse=True)
-    assert t_95(60) == pytest.approx(2.000, abs=0.002)
+    assert [round(t_95(freedom), 3) for freedom in (1, 2, 3, 30, 60)] == [12.706, 4.303, 3.182, 2.042, 2.000]
+
+
+def test_holm_tests_the_smallest_against_all_and_never_reverses() -> None:
+    assert holm([0.01, None, 0.04, 0.03]) == [pytest.approx(0.03), None, pytest.approx(0.06), pytest.approx(0.06)]
+    assert holm([0.9, 0.8]) == [1.0, 1.0]
+    assert holm([]) == []
+
+
+def test_together_nothing_is_called_more_often_than_once_in_twenty_times() -> None:
+    draw, called = random.Random(1), 0
+    for _ in range(400):
+        runs = [{seed: draw.gauss(0, 0.1) for seed in range(2)} for _ in range(10)]
+        found = [doubt(difference(runs[0], other, runs), -math.inf, 0.0) for other in runs[1:]]
+        called += any(level is not None and level < 0.05 for level in holm(found))
+    assert called / 400 < 0.07

@@ -15,15 +15,15 @@ from fathomlm.lab.study.ledger import Ledger
 from fathomlm.lab.study.report import page, results_of
 from fathomlm.lab.study.spec import build_study, read_study, shipped_studies
 from lab.study.synthetic import fill, record_of
-from lab.study.test_results import LEVELS, noise
+from lab.study.test_results import LEVELS, SEEDS, noise
 
 Values = Callable[..., dict[str, Any]]
 ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_a_page_has_table_picture_and_verdicts(values: Values, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "small.yaml").write_text(yaml.safe_dump(values()))
-    study = build_study(values(), "test")
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump(values(seeds=SEEDS)))
+    study = build_study(values(seeds=SEEDS), "test")
     fill(study, Ledger(tmp_path / "ledger"), lambda job: LEVELS[job.run.variant.name] + noise(job))
     out = tmp_path / "page" / "results.md"
     words = ["study", "report", str(tmp_path / "small.yaml"), "--ledger", str(tmp_path / "ledger"), "--out", str(out)]

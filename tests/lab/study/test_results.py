@@ -10,11 +10,13 @@ import pytest
 
 from fathomlm.lab.study.jobs import Job, Place, jobs_of
 from fathomlm.lab.study.ledger import Ledger
-from fathomlm.lab.study.results import Results, beside_others, collect, overall
+from fathomlm.lab.study.results import Results, beside_others, collect, overall, remaining
 from fathomlm.lab.study.spec import Study, build_study
 from lab.study.synthetic import fill, record_of
 
 Values = Callable[..., dict[str, Any]]
+SEEDS = [0, 1, 2]
+"""As many as give three variants four degrees of freedom."""
 NOISE = (0.001, -0.002, 0.0015, 0.0, -0.001, 0.002)
 
 
@@ -44,9 +46,8 @@ def test_an_order_is_called_where_the_interval_says_so(values: Values, tmp_path:
         {"text": "d", "same": ["plain", "mor"], "within": 0.05},
         {"text": "e", "same": ["plain", "recursive"], "within": 0.05},
     ]
-    found = results(
-        build_study(values(claims=claims), "test"), tmp_path, lambda job: LEVELS[job.run.variant.name] + noise(job)
-    )
+    study = build_study(values(claims=claims, seeds=SEEDS), "test")
+    found = results(study, tmp_path, lambda job: LEVELS[job.run.variant.name] + noise(job))
     words = [verdict(found, number) for number in range(5)]
     assert words == ["confirmed", "refuted", "not resolved at this scale", "confirmed", "refuted"]
     rows = {row.variant.name: row for row in found.rows}
@@ -97,7 +98,7 @@ def test_a_claim_about_an_axis_is_tried_at_every_place_or_for_the_best(values: V
     axes = {"rate": {"low": {}, "high": {"optimizer": {"lr": 0.1}}}, "kind": {"plain": {}, "recursive": looped}}
     claims = [{"text": "each", "lower": "plain", "higher": "recursive"}]
     claims += [{"text": "best", "lower": "plain", "higher": "recursive", "best": True}]
-    study = build_study(values(variants=None, axes=axes, claims=claims), "test")
+    study = build_study(values(variants=None, axes=axes, claims=claims, seeds=SEEDS), "test")
     level = {"low-plain": 3.0, "low-recursive": 3.2, "high-plain": 3.5, "high-recursive": 3.3}
     found = results(study, tmp_path, lambda job: level[job.run.variant.name] + noise(job))
     assert [(j.one, j.verdict) for j in found.judged] == [
@@ -146,3 +147,38 @@ def test_failed_runs_are_listed(values: Values) -> None:
     found = collect(study, records)
     assert [record["reason"] for record in found.failed] == ["not finite"]
     assert len(found.records) == 5
+
+
+def test_a_metric_that_is_the_same_for_every_seed_says_nothing_of_the_spread(values: Values, tmp_path: Path) -> None:
+    claims = [{"text": "balance", "lower": "plain", "higher": "recursive", "metric": "max_violation"}]
+    study = build_study(values(claims=claims, seeds=SEEDS), "test")
+    jobs = jobs_of(study, Place(None, Path()))
+
+    def made(job: Job, by_construction: float) -> dict[str, Any]:
+        value = LEVELS[job.run.variant.name] + noise(job) if job.run.variant.name != "mor" else by_construction
+        return record_of(job, 3.0, final={"next_token": 3.0, "max_violation": value})
+
+    found = collect(study, [made(job, 0.004) for job in jobs]).judged[0].found
+    assert found is not None
+    assert found.freedom == 2, "of two variants with three seeds"
+    varied = collect(study, [made(job, 0.004 + noise(job)) for job in jobs]).judged[0].found
+    assert varied is not None
+    assert varied.freedom == 4
+
+
+def test_comparisons_of_a_study_are_tested_together(values: Values, tmp_path: Path) -> None:
+    claims = [{"text": f"claim {n}", "lower": "plain", "higher": "mor"} for n in range(9)]
+    clear = {"text": "clear", "lower": "plain", "higher": "recursive"}
+    level = {"plain": 3.0, "recursive": 3.1, "mor": 3.003}
+
+    def judged(claims: list[dict[str, Any]], place: Path) -> Results:
+        study = build_study(values(claims=claims, seeds=SEEDS), "test")
+        return results(study, place, lambda job: level[job.run.variant.name] + noise(job))
+
+    alone, many = judged([claims[0], clear], tmp_path / "alone"), judged([*claims, clear], tmp_path / "many")
+    assert [each.verdict for each in alone.judged] == ["confirmed"] * 2
+    assert [each.remains for each in alone.judged] == [True, True]
+    assert {each.verdict for each in many.judged} == {"confirmed"}, "by itself each is what it was"
+    assert [each.remains for each in many.judged] == [False] * 9 + [True]
+    assert remaining(many.judged) == "1 of 10"
+    assert remaining([]) == "-"

@@ -101,6 +101,8 @@ def run_report(options: Report) -> int:
             "difference": f"{judged.one} - {judged.other}",
             **{name: None if judged.found is None else getattr(judged.found, name) for name in ("mean", "low", "high")},
             "verdict": judged.verdict,
+            "p_after_correction": judged.doubt,
+            "stated_afterwards": judged.claim.after,
         }
         for each in results
         for judged in each.judged
@@ -133,7 +135,7 @@ def run_queue(options: RunStudy) -> int:
             outcome = work_off(
                 jobs, ledger, executor, visit, pace, claims=claims, split=options.split, retry=options.retry_failed, log=log
             )
-    options.answer(outcome.to_dict() | {"ledger": str(options.ledger)}, _show)
+    options.answer(outcome.to_dict() | {"ledger": str(options.ledger)}, lambda found: _show(found, options.keep))
     return 2 if outcome.interrupted else 1 if outcome.failed else 0
 
 
@@ -144,7 +146,7 @@ def open_place(corpus: Path | None, work: Path = WORK, device: str = "auto") -> 
     return Place(None if corpus is None else Corpus.open(corpus), work, device)
 
 
-def _show(found: dict[str, Any]) -> None:
+def _show(found: dict[str, Any], keep: bool) -> None:
     words = {
         "finished": "finished",
         "shared": "taken from another study with the same settings",
@@ -158,6 +160,7 @@ def _show(found: dict[str, Any]) -> None:
         if found[name]:
             print(f"{len(found[name])} {meaning}: {', '.join(found[name])}")
     if not any(found[name] for name in words):
-        print("nothing is left to do")
+        again = f": {found['ledger']} has these runs; give another --ledger to repeat them and keep their models"
+        print(f"nothing is left to do{again if keep else ''}")
     if found["interrupted"]:
         print("fathomlm: interrupted; the same command goes on", file=sys.stderr)

@@ -7,15 +7,14 @@ much another training run would differ; where two are compared there is none, an
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from fathomlm.errors import DataError
 from fathomlm.jsonfile import read_object
-from fathomlm.lab.study.differences import Difference, decide
+from fathomlm.lab.study.differences import Difference
 from fathomlm.lab.study.ledger import Ledger
-from fathomlm.lab.study.results import Judged, Results
+from fathomlm.lab.study.results import Judged, Results, together, verdict_on
 from fathomlm.lab.study.spec import Claim
 
 DIRECTORY = "decoded"
@@ -41,6 +40,8 @@ class DecodedClaim:
     thesis: str
     places: tuple[DecodedDifference, ...]
     within: float | None = None
+    after: bool = False
+    """As a study's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,14 +61,11 @@ class DecodedTexts:
 
     def judged(self) -> Iterator[Judged]:
         for claim in self.claims:
-            bounds = (-math.inf, 0.0) if claim.within is None else (-claim.within, claim.within)
-            own = Claim(text=claim.text, thesis=claim.thesis, metric=self.metric, within=claim.within or 0.0)
+            within = claim.within or 0.0
+            own = Claim(text=claim.text, thesis=claim.thesis, metric=self.metric, within=within, after=claim.after)
             for place in claim.places:
                 found = Difference(mean=place.mean, seeds=1, half=None, freedom=0, interval=place.interval)
-                yield Judged(
-                    claim=own, budget=place.setting, one=place.one, other=place.other, found=found,
-                    verdict=decide(found, *bounds),
-                )  # fmt: skip
+                yield verdict_on(own, place.setting, place.one, place.other, found)
 
     @property
     def about(self) -> str:
@@ -83,7 +81,7 @@ def with_decoded(results: Results, ledger: Ledger) -> Results:
     found = read_decoded(ledger, results.study.name)
     if found is None:
         return results
-    return replace(results, judged=(*results.judged, *found.judged()), decoded=found.about)
+    return replace(results, judged=(*results.judged, *together(found.judged())), decoded=found.about)
 
 
 def read_decoded(ledger: Ledger, study: str) -> DecodedTexts | None:

@@ -5,7 +5,10 @@ differences. What is left, the residual of variant and seed, is how much a singl
 all runs that were made alike (one study's, and those of studies with the same common settings and budget), by least squares,
 so that not all of them need the same seeds: with two seeds a pair alone would have one degree of freedom, and an interval
 six times as wide. A pair with one seed has the spread of the others. Where nothing was repeated there is no interval, and so
-no order.
+no order; nor is there one where the spread has fewer than four degrees of freedom, because it is then hardly known itself.
+
+Of twenty differences that are none, one lies outside its interval. So it is also told which differences remain when all
+those of a study are tested together (Holm's correction).
 """
 
 from __future__ import annotations
@@ -13,16 +16,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
+from functools import lru_cache
+from statistics import NormalDist, fmean
 from typing import Literal
 
 import numpy as np
 
-T_95 = (
-    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
-    2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
-)  # fmt: skip
-"""Student's t, two-sided 95 %, for 1 to 30 degrees of freedom."""
+LEVEL = 0.05
+"""A difference is called where chance alone would give one as large in fewer than this part of all studies."""
+LEAST_FREEDOM = 4
+"""Degrees of freedom below which no difference is called. With four a spread is known within a factor of three, with two
+within one of six (95 %), and it is mostly that of other variants than those that are compared."""
 Verdict = Literal["confirmed", "refuted", "not resolved at this scale", "not run yet"]
 BySeed = Mapping[int, float]
 """A metric of one variant by seed."""
@@ -40,6 +44,11 @@ class Difference:
     """Degrees of freedom of the spread."""
     interval: tuple[float, float] | None = None
     """Where it is not of seeds, and so need not lie evenly around the mean."""
+
+    @property
+    def known(self) -> bool:
+        """Whether it is known well enough how much chance may do."""
+        return self.interval is not None or (self.half is not None and self.freedom >= LEAST_FREEDOM)
 
     @property
     def low(self) -> float | None:
@@ -62,9 +71,29 @@ class Spread:
     freedom: int
 
 
+def chance(t: float, freedom: int) -> float:
+    """How likely Student's t is at least this far from 0, on either side. Without scipy, which nothing else requires: for
+    whole degrees of freedom it is a finite sum (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
+    angle = math.atan(abs(t) / math.sqrt(freedom))
+    sine, cosine = math.sin(angle), math.cos(angle)
+    odd = freedom % 2
+    term = cosine if odd else 1.0
+    total = 0.0
+    for number in range(1 + odd, freedom, 2):
+        total += term
+        term *= cosine * cosine * number / (number + 1)
+    inside = (angle + sine * total) * 2 / math.pi if odd else sine * total
+    return max(0.0, 1 - inside)
+
+
+@lru_cache
 def t_95(freedom: int) -> float:
-    """Beyond the table its normal limit, widened to first order."""
-    return T_95[freedom - 1] if freedom <= len(T_95) else 1.960 * (1 + 1.21 / freedom)
+    """Within so many standard errors Student's t lies in 95 %."""
+    low, high = 1.9, 13.0
+    while high - low > 1e-9:
+        middle = (low + high) / 2
+        low, high = (middle, high) if chance(middle, freedom) > LEVEL else (low, middle)
+    return high
 
 
 def residual(variants: Sequence[BySeed]) -> Spread | None:
@@ -100,11 +129,37 @@ def decide(found: Difference | None, low: float, high: float) -> Verdict:
     """Whether a difference that was claimed to lie between two bounds does."""
     if found is None:
         return "not run yet"
-    if found.low is None or found.high is None:
+    if not found.known or found.low is None or found.high is None:
         return "not resolved at this scale"
     if low < found.low and found.high < high:
         return "confirmed"
     return "refuted" if found.low > high or found.high < low else "not resolved at this scale"
+
+
+def doubt(found: Difference | None, low: float, high: float) -> float | None:
+    """The level at which a difference is only just told to be on its own side of two bounds: below 0.05 where `decide` has a
+    verdict. None where it is not known how much chance may do. Intervals that are not of seeds are taken to be normal."""
+    if found is None or not found.known or found.low is None or found.high is None:
+        return None
+    distance = min(abs(found.mean - bound) for bound in (low, high))
+    half = (found.high - found.low) / 2
+    if not half:
+        return 0.0 if distance else 1.0
+    if found.half is None:
+        return math.erfc(distance / half * NormalDist().inv_cdf(1 - LEVEL / 2) / math.sqrt(2))
+    return chance(distance / half * t_95(found.freedom), found.freedom)
+
+
+def holm(doubts: Sequence[float | None]) -> list[float | None]:
+    """The same where all are tested together: below 0.05 for those that may be called although there are so many of them.
+    None where there is none."""
+    known = sorted((one, at) for at, one in enumerate(doubts) if one is not None)
+    found: list[float | None] = [None] * len(doubts)
+    worst = 0.0
+    for rank, (one, at) in enumerate(known):
+        worst = max(worst, min(1.0, one * (len(known) - rank)))
+        found[at] = worst
+    return found
 
 
 def gap(found: Difference | None) -> str:

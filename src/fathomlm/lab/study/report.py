@@ -21,7 +21,7 @@ from fathomlm.lab.study.decoded import with_decoded
 from fathomlm.lab.study.differences import gap
 from fathomlm.lab.study.jobs import Job
 from fathomlm.lab.study.ledger import Ledger
-from fathomlm.lab.study.results import METRICS, Judged, Results, Row, collect, overall, planned_jobs
+from fathomlm.lab.study.results import METRICS, Judged, Results, Row, collect, overall, planned_jobs, remaining
 from fathomlm.lab.study.scores import counted
 from fathomlm.lab.study.spec import Claim, Study, read_study, shipped_studies
 from fathomlm.lab.study.summary import by_claim, heading, summary
@@ -35,10 +35,15 @@ Losses are on held-out documents, in nats per token; those of routed models are 
 share their data order and, where shapes agree, their initialisation, so differences are paired by seed. Intervals are 95 %,
 from Student's t over the residual of variant and seed. That spread of single runs is taken over all runs that were made
 alike, those of other studies with the same common settings and budget among them. A pair with one seed has the spread of the
-others, and no interval where nothing was repeated. A claim is *confirmed* or *refuted* where the whole interval lies on one
-side, and *not resolved at this scale* where it does not or where there is none. Scale means these sizes and budgets: the
-thesis trains models ten times as large on a hundred times as many tokens. The column tokens/s has the training speed of runs
-that had the device to themselves, and "-" where all of them shared it with others.
+others, and no interval where nothing was repeated. A difference is over the seeds that both variants have, a loss over all
+seeds of its own. A claim is *confirmed* or *refuted* where the whole interval lies on one side, and *not resolved at this
+scale* where it does not, where there is none, or where the spread has fewer than four degrees of freedom. Scale means these
+sizes and budgets: the thesis trains models ten times as large on a hundred times as many tokens. The column tokens/s has the
+training speed of runs that had the device to themselves, and "-" where all of them shared it with others.
+
+Each comparison is tested by itself: of twenty differences that are none, one is called. The column "after correction" says
+what remains where all comparisons of a study are tested together (Holm's method, 5 %). Claims were stated before their runs,
+unless the column "stated" says "afterwards".
 """
 
 
@@ -98,10 +103,11 @@ def page(results: Sequence[Results], out: Path) -> str:
 
 def _claims(results: Sequence[Results]) -> list[str]:
     """All claims with one word each."""
-    rows = [["claim", "made in", "study", "verdict"]]
+    rows = [["claim", "made in", "study", "stated", "verdict", "after correction"]]
     for each in results:
         for claim, judged in by_claim(each):
-            rows.append([claim.text, _source(claim), each.study.name, f"*{overall(judged)}*"])
+            stated = "afterwards" if claim.after else "before"
+            rows.append([claim.text, _source(claim), each.study.name, stated, f"*{overall(judged)}*", remaining(judged)])
     return ["## Claims\n", *markdown(rows), ""]
 
 
@@ -126,7 +132,8 @@ def _section(results: Results, out: Path) -> list[str]:
     if results.decoded:
         lines.append(f"How these models decode: {results.decoded}\n")
     for claim, judged in by_claim(results):
-        lines += [f"**{claim.text}** ({_source(claim)}): *{overall(judged)}*\n", *markdown(claim_table(judged)), ""]
+        stated = ", stated afterwards" if claim.after else ""
+        lines += [f"**{claim.text}** ({_source(claim)}{stated}): *{overall(judged)}*\n", *markdown(claim_table(judged)), ""]
     if not results.judged:
         lines.append("No claim is made here, and no verdict drawn from this table.\n")
     for record in results.failed:
@@ -244,11 +251,12 @@ def _score(row: Row, task: str) -> str:
 
 def claim_table(judged: Sequence[Judged]) -> Rows:
     """A row for each place at which a claim was tried."""
-    rows = [["difference", "budget or setting", "metric", "mean and 95 % interval", "seeds", "verdict"]]
+    rows = [["difference", "budget or setting", "metric", "mean and 95 % interval", "seeds", "verdict", "after correction"]]
     for each in judged:
         seeds = "-" if each.found is None else str(each.found.seeds)
         pair = f"{each.one} - {each.other}"
-        rows.append([pair, each.budget, each.claim.metric, gap(each.found), seeds, each.verdict])
+        level = "-" if each.doubt is None else f"p = {each.doubt:.3f}" if each.doubt >= 0.001 else "p < 0.001"
+        rows.append([pair, each.budget, each.claim.metric, gap(each.found), seeds, each.verdict, level])
     return rows
 
 

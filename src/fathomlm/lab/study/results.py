@@ -7,14 +7,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from fathomlm.lab.analyze.scaling import FinishedRun, ScalingFit, architecture_name, fit_runs
-from fathomlm.lab.study.differences import BySeed, Difference, Verdict, decide, difference
+from fathomlm.lab.study.differences import LEVEL, BySeed, Difference, Verdict, decide, difference, doubt, holm
 from fathomlm.lab.study.jobs import Job, Place, jobs_of
 from fathomlm.lab.study.ledger import Record, fingerprint, identity
 from fathomlm.lab.study.scores import counted
@@ -79,6 +79,17 @@ class Judged:
     other: str
     found: Difference | None
     verdict: Verdict
+    doubt: float | None = None
+    """The level at which the verdict is only just given, among all comparisons of its study once those are known."""
+
+    @property
+    def decided(self) -> bool:
+        return self.verdict in ("confirmed", "refuted")
+
+    @property
+    def remains(self) -> bool:
+        """Whether it is decided also where all comparisons of its study are tested together."""
+        return self.decided and self.doubt is not None and self.doubt < LEVEL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +179,7 @@ def collect(
     return Results(
         study=study,
         rows=rows,
-        judged=tuple(judged for claim in study.claims for judged in judge(study, claim, rows, peers)),
+        judged=together(judged for claim in study.claims for judged in judge(study, claim, rows, peers)),
         failed=tuple(failed.values()),
         planned=len(jobs),
         left_out=sum(checksums.values()) - len(finished) if corpus_checksum is not None else 0,
@@ -207,7 +218,10 @@ def beside_others(records: Iterable[Record]) -> set[tuple[str, str]]:
 
 
 def _spread(peers: Peers, metric: str) -> list[BySeed]:
-    return [values for runs in peers if (values := metric_by_seed(runs, metric))]
+    """Of all variants that have the metric, without those that have the same by any seed, such as the balance of a random
+    router: they would say that chance does nothing to the others either."""
+    found = [values for runs in peers if (values := metric_by_seed(runs, metric))]
+    return [values for values in found if len(values) == 1 or len({*values.values()}) > 1]
 
 
 def _row(
@@ -245,9 +259,22 @@ def judge(study: Study, claim: Claim, rows: Iterable[Row], peers: Mapping[str, P
         for one, other in _pairs(study, claim, values):
             complete = not claim.best or _common_seeds(study, claim, values)  # the best of a part is not the best
             gap = difference(values[one], values[other], spread) if complete else None
-            verdict = decide(gap, *((-math.inf, 0.0) if claim.same is None else (-claim.within, claim.within)))
-            found.append(Judged(claim=claim, budget=budget.name, one=one, other=other, found=gap, verdict=verdict))
+            found.append(verdict_on(claim, budget.name, one, other, gap))
     return found
+
+
+def verdict_on(claim: Claim, budget: str, one: str, other: str, found: Difference | None) -> Judged:
+    """A claim that the first is lower, or with `within` that they differ by less."""
+    bounds = (-claim.within, claim.within) if claim.within else (-math.inf, 0.0)
+    verdict, level = decide(found, *bounds), doubt(found, *bounds)
+    return Judged(claim=claim, budget=budget, one=one, other=other, found=found, verdict=verdict, doubt=level)
+
+
+def together(judged: Iterable[Judged]) -> tuple[Judged, ...]:
+    """The same comparisons, tested together."""
+    found = tuple(judged)
+    levels = holm([each.doubt for each in found])
+    return tuple(replace(each, doubt=level) for each, level in zip(found, levels, strict=True))
 
 
 def _pairs(study: Study, claim: Claim, values: Mapping[str, BySeed]) -> list[tuple[str, str]]:
@@ -284,6 +311,12 @@ def overall(judged: Iterable[Judged]) -> str:
         return "not resolved at this scale"
     told = ", ".join(f"{counts[verdict]} {word}" for verdict, word in SHORT.items() if counts[verdict])
     return f"not resolved at this scale ({told})"
+
+
+def remaining(judged: Iterable[Judged]) -> str:
+    """How many of the settings that decide a claim do so where all comparisons of its study are tested together."""
+    decided = [each for each in judged if each.decided]
+    return f"{sum(each.remains for each in decided)} of {len(decided)}" if decided else "-"
 
 
 def _fitted(row: Row) -> FinishedRun:

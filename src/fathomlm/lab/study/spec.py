@@ -68,6 +68,9 @@ class Claim:
     """Compare the best of each side over the other axes, instead of every place."""
     budgets: tuple[str, ...] = ()
     """Under these budgets only."""
+    after: bool = False
+    """It was stated when runs that decide it were known. The thesis' claims say themselves which side is the lower one, but
+    not which metric and which settings are compared."""
 
     @property
     def sides(self) -> tuple[str, str]:
@@ -266,7 +269,7 @@ def _scores(values: Any, where: str) -> dict[str, int | None]:
 def _claim(values: Values, where: str) -> Claim:
     claim = Fields(values, where, error=OptionError, prefix="claims.").build(Claim)
     ordered, same = claim.lower is not None and claim.higher is not None, claim.same is not None
-    if ordered == same or (same and claim.within <= 0):
+    if ordered == same or same != (claim.within > 0):
         raise OptionError(f"{where}: a claim requires a text, and either lower and higher or same and within > 0")
     return claim
 

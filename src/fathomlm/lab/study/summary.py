@@ -41,6 +41,11 @@ class JudgedClaim:
         return Counter(each.verdict for each in self.judged)
 
     @property
+    def remains(self) -> bool:
+        """Whether its verdict is the same where all comparisons of its study are tested together."""
+        return self.verdict in ("confirmed", "refuted") and all(each.remains for each in self.judged)
+
+    @property
     def decided_in_some(self) -> bool:
         return self.verdict == "not resolved at this scale" and bool(self.counts["confirmed"] + self.counts["refuted"])
 
@@ -80,7 +85,8 @@ def summary(results: Sequence[Results]) -> list[str]:
         f"{_many(outcomes)}. A claim is tested in every setting that it names, such as two budgets, and counts as confirmed "
         "or refuted only if it is so in all of them. Where one seed was trained, and nothing like it repeated, there is no "
         "interval, and a claim stays open however large the difference is. In brackets is the last setting with a verdict, "
-        "and the difference there.\n",
+        "and the difference there. *Singly* marks what is decided by itself, but not where all comparisons of its study are "
+        "tested together.\n",
     ]
     for key, title in CHAPTERS.items():
         own = [outcome for outcome in outcomes if outcome.chapter == key]
@@ -91,9 +97,15 @@ def summary(results: Sequence[Results]) -> list[str]:
 
 def _many(outcomes: Sequence[JudgedClaim]) -> str:
     counts = Counter(outcome.verdict for outcome in outcomes)
-    told = [f"{counts[verdict]} {verdict}" for verdict in SHORT]
+    decided = [each for each in outcomes if each.verdict in ("confirmed", "refuted")]
+    singly = Counter(each.verdict for each in decided if not each.remains)
+    told = [f"{counts[verdict]} {verdict}{_only(singly[verdict])}" for verdict in SHORT]
     claims = "claim" if len(outcomes) == 1 else "claims"
     return f"{len(outcomes)} {claims}: {', '.join(told[:-1])}, and {told[-1]}"
+
+
+def _only(singly: int) -> str:
+    return f" ({singly} of them singly)" if singly else ""
 
 
 def _listed(outcomes: Sequence[JudgedClaim]) -> list[str]:
@@ -118,13 +130,15 @@ def _listed(outcomes: Sequence[JudgedClaim]) -> list[str]:
 
 def _told(outcome: JudgedClaim) -> str:
     """A claim with its last decided setting; where settings differ, of each verdict, with how many have which."""
-    decided = {each.verdict: each for each in outcome.judged if each.verdict in ("confirmed", "refuted")}
+    decided = {each.verdict: each for each in outcome.judged if each.decided}
+    text = outcome.claim.text + (", stated afterwards" if outcome.claim.after else "")
+    found = {verdict: gap(each.found) + ("" if each.remains else ", *singly*") for verdict, each in decided.items()}
     if not outcome.decided_in_some:
-        return f"{outcome.claim.text} ({'; '.join(f'{each.budget}: {gap(each.found)}' for each in decided.values())})"
+        return f"{text} ({'; '.join(f'{each.budget}: {found[verdict]}' for verdict, each in decided.items())})"
     counts = outcome.counts
-    told = [f"{each.budget} {verdict}: {gap(each.found)}" for verdict, each in decided.items()]
+    told = [f"{each.budget} {verdict}: {found[verdict]}" for verdict, each in decided.items()]
     many = ", ".join(f"{counts[verdict]} {word}" for verdict, word in SHORT.items() if counts[verdict])
-    return f"{outcome.claim.text} ({'; '.join(told)}; in all {many})"
+    return f"{text} ({'; '.join(told)}; in all {many})"
 
 
 def _places(outcomes: Iterable[JudgedClaim]) -> str:
