@@ -427,6 +427,20 @@ def test_bursts_of_a_routed_model_are_no_longer_than_its_deepest_tokens_need(cor
     _nothing_is_left(engine)
 
 
+@pytest.mark.parametrize("cores", [1, 2, 3])
+@pytest.mark.parametrize("new", [1, 4])
+def test_the_deepest_completion_needs_one_burst(cores: int, new: int) -> None:
+    """With the turn in which its sequence enters: else the device waits until the host has seen that it lacks a token."""
+    engine = Engine(
+        routed_model(),
+        **(SMALL | {"batch_size": 2, "max_sequences": 2, "burst": 16, "lag": 1, "cores": cores, "depth_bias": 1e6}),
+    )
+    (result,) = engine.run([Request(id=1, prompt=(5, 6, 7), sampling=Sampling(max_new_tokens=new, ignore_eos=True))])
+    deepest = engine.model.plan.recursions
+    assert result.depths == (deepest,) * new
+    assert engine.totals.decode_steps == 1 + new * -(-deepest // cores)
+
+
 def test_sampling_does_not_depend_on_the_batch() -> None:
     model = routed_model()
     settings = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from fathomlm.decode.sampling import Sampling
 from fathomlm.depth import Architecture, DepthPlan, build_routing
 from fathomlm.engine.engine import Engine
 from fathomlm.engine.request import Request
+from fathomlm.engine.runner import PrefilledEntries
 from fathomlm.model.decoder import Decoder
 from fathomlm.model.route import RoutingTrace
 from fathomlm.train.objective import Objective
@@ -91,10 +93,16 @@ def test_passes_that_are_confirmed_behind_the_next_one(case: tuple[str, str, str
     wanted = generate(model, prompts, max_new_tokens=8, ignore_eos=True)
     sampling = Sampling(max_new_tokens=8, ignore_eos=True)
     sequences = [engine.submit(Request(id=at, prompt=tuple(one), sampling=sampling)) for at, one in enumerate(prompts)]
-    unconfirmed = 0
+    unconfirmed, prefill = 0, engine.runner.prefill
+
+    def begun(*given: Any) -> PrefilledEntries:
+        nonlocal unconfirmed
+        unconfirmed += engine._prefills._unconfirmed is not None
+        return prefill(*given)
+
+    engine.runner.prefill = begun  # type: ignore[method-assign]
     while engine.busy:
         engine.step()
-        unconfirmed += engine._prefills._unconfirmed is not None
     assert unconfirmed >= 3
     for sequence, one in zip(sequences, wanted, strict=True):
         assert sequence.result is not None

@@ -221,6 +221,7 @@ class Engine:
         if not self._sequences:
             launches.collect_all()
         burst = 1 if alone else launches.next_burst(constrained=self._constrained > 0)
+        self._prefills.look()
         scheduled = self.scheduler.schedule()
         self.runner.apply(scheduled)
         self._note(scheduled)
@@ -228,8 +229,8 @@ class Engine:
             self.runner.go_on([sequence for sequence, epoch in self._held if sequence.epoch == epoch])
             self._held.clear()
         chunks = scheduled.chunks
-        sequences = [self._at(chunk.slot) for chunk in chunks]
-        self._prefills.run(chunks, sequences, start=lambda: launches.start(burst, alone, prefilled=bool(chunks)))
+        self._prefills.begin(chunks, [self._at(chunk.slot) for chunk in chunks])
+        launches.start(burst, alone, prefilled=bool(chunks))
 
     def _note(self, scheduled: SchedulerOutput) -> None:
         """Who is in which slot now, and how far their pages reach."""

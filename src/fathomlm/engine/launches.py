@@ -125,21 +125,20 @@ class Launches:
             left = self._records.most_left(self._rows) - self.pace * len(self.in_flight)
             needed = math.ceil(left / self.pace)
         elif self._routed is not None:
-            steps = self._records.most_left(self._rows) * self._steps_per_token(self._routed)
-            needed = math.ceil(steps) - len(self.in_flight)
+            needed = self._routed_steps(self._routed, self._records.most_left(self._rows)) - len(self.in_flight)
         else:
             return self.length.steps
         return max(0 if self.in_flight else 1, needed)
 
-    def _steps_per_token(self, program: RoutedProgram) -> float:
-        """The most decode steps that a token of a mixture of recursions takes: one that runs all of them and, with more
-        sequences than rows, waits for the others. What a burst has beyond it is for nothing where completions are short,
-        and prompts of others wait for it."""
+    def _routed_steps(self, program: RoutedProgram, tokens: int) -> int:
+        """The most decode steps that so many tokens of a mixture of recursions take: in one turn a sequence enters, and each
+        token runs all recursions and, with more sequences than rows, waits for the others. What a burst has beyond it is for
+        nothing where completions are short, and prompts of others wait for it."""
         runner, turns = self._runner, len(program.cores)
         passes = sum(program.cores) if runner.core_passes is None else math.floor(runner.core_passes.wanted)
-        running = max(self._scheduler.running, 1)
-        waiting = math.ceil(running / (runner.rows_for(running) or self._batch_size))
-        return waiting * math.ceil(program.recursions / max(1, passes // turns)) / turns
+        occupied = self._scheduler.occupied
+        waiting = math.ceil(occupied / (runner.rows_for(occupied) or self._batch_size))
+        return math.ceil(waiting * (1 + tokens * math.ceil(program.recursions / max(1, passes // turns))) / turns)
 
     def launch(self, burst: int, drafts: bool) -> None:
         """Some decode steps, timed where it is asked whether drafts pay."""

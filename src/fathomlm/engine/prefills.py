@@ -2,8 +2,9 @@
 
 How many entries the tokens of a mixture of recursions leave is known when the device has run them. To wait for that before
 the next pass is scheduled would leave a GPU without work for as long as scheduling takes. So while there is more to prefill
-and pages are plenty, a pass is confirmed behind the start of the next one. Until then its tokens count as entries of every
-table (`Sequence`), which is why that is not done where pages are scarce.
+and pages are plenty, a pass is confirmed behind the start of the next one, if the device may be ahead (`lag`): what is
+collected before the next one confirms it. Until then its tokens count as entries of every table (`Sequence`), which is why
+that is not done where pages are scarce.
 """
 
 from __future__ import annotations
@@ -38,16 +39,19 @@ class Prefills:
         self._full = full
         self._unconfirmed: _PrefillPass | None = None
 
-    def run(self, chunks: abc.Sequence[PrefillChunk], sequences: list[Sequence], start: abc.Callable[[], None]) -> None:
-        """Start a pass over these chunks of these sequences, then decode steps (`start`)."""
+    def begin(self, chunks: abc.Sequence[PrefillChunk], sequences: list[Sequence]) -> None:
+        """Start a pass over these chunks of these sequences, in front of the next decode steps."""
         begun = self._begin(chunks, sequences) if chunks else None
         self.confirm()  # the one before, while the device has this one to work on
         self._unconfirmed = begun
         if begun is not None and not (begun.entries.later and self._scheduler.running):
             self.confirm()  # at no cost, or nobody would run
-        start()
+
+    def look(self) -> None:
+        """Before `schedule`. A pass stays unconfirmed until the next one has begun where nobody waits for what it tells.
+        The device has decode steps to run meanwhile."""
         if self._unconfirmed is not None and not self._may_wait(self._unconfirmed):
-            self.confirm()  # while the device has decode steps to run
+            self.confirm()
 
     def confirm(self, number: int | None = None) -> None:
         """Tell the scheduler what the last pass left, unless it knows. With a number only where the pass was started before
@@ -55,8 +59,9 @@ class Prefills:
         done = self._unconfirmed
         if done is None or (number is not None and number < done.number):
             return
+        left = done.entries.get()
         self._unconfirmed = None
-        for sequence, chunk, entries in zip(done.sequences, done.chunks, done.entries.get(), strict=True):
+        for sequence, chunk, entries in zip(done.sequences, done.chunks, left, strict=True):
             self._totals().prefill_tokens += chunk.count
             if self._scheduler.confirm_prefill(sequence.id, chunk.epoch, chunk.first + chunk.count, entries):
                 self._records.entries_TS[:, chunk.slot] = entries
@@ -65,7 +70,9 @@ class Prefills:
         """Whether this pass may stay unconfirmed until the next one has begun. Whoever begins like one of its sequences
         would not find in the prefix cache what it leaves there."""
         scheduler = self._scheduler
-        return scheduler.roomy_to_prefill and scheduler.more_to_prefill and not scheduler.repeats(done.sequences)
+        return (
+            scheduler.roomy_to_prefill and scheduler.more_to_prefill and not scheduler.repeats(done.sequences, done.chunks)
+        )
 
     def _begin(self, chunks: abc.Sequence[PrefillChunk], sequences: list[Sequence]) -> _PrefillPass:
         tokens = [

@@ -185,7 +185,7 @@ class PrefixCache:
     def _keep_pages(self, path: list[_PrefixNode], pages: abc.Sequence[int]) -> None:
         """`_keep` with one table, for each page on the way that has no record."""
         kept, owned = [], []
-        for number, (node, page) in enumerate(zip(path, pages, strict=False)):
+        for number, (node, page) in enumerate(zip(path, pages[: len(path)], strict=True)):
             if node.record is None:
                 node.record = _Record(((number + 1) * self._page_size,), (number,), ((page,),))
                 kept.append(page)

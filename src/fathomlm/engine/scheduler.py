@@ -13,6 +13,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import OrderedDict, abc
 from dataclasses import dataclass
+from itertools import islice
 
 from fathomlm.engine.page_manager import PageManager
 from fathomlm.engine.schedule import Placement, PrefillChunk, SchedulerOutput
@@ -101,19 +102,16 @@ class Scheduler:
         """Whether somebody waits, or has tokens to prefill that were not issued."""
         return bool(self._queue) or any(sequence.unissued for sequence in self._wanting.values())
 
-    def repeats(self, sequences: abc.Iterable[Sequence]) -> bool:
-        """Whether one of those that may be placed next begins with the first page of one of these."""
-        size, budget = self.page_manager.page_size, self.prefill_chunk
+    def repeats(self, sequences: abc.Sequence[Sequence], chunks: abc.Sequence[PrefillChunk]) -> bool:
+        """Whether one of those that may be placed now shares the first page of one of these chunks, and so might find in the
+        cache what the chunk leaves there."""
         if not self.page_manager.prefix_caching:
             return False
-        firsts = {(sequence.request.max_depth, sequence.prompt[:size]) for sequence in sequences}
-        for waiting in self._queue.values():
-            if (waiting.request.max_depth, waiting.prompt[:size]) in firsts:
-                return True
-            budget -= len(waiting.prompt)
-            if budget <= 0:
-                break
-        return False
+        size = self.page_manager.page_size
+        firsts = [chunk.first - chunk.first % size for chunk in chunks]
+        pages = {sequence.page(first, size) for sequence, first in zip(sequences, firsts, strict=True)}
+        next_ones = islice(self._queue.values(), len(self._free_slots))
+        return any(waiting.page(first, size) in pages for waiting in next_ones for first in set(firsts))
 
     @property
     def lookahead(self) -> int:

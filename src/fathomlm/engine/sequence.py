@@ -110,6 +110,11 @@ class Sequence:
         limit, known = self.request.max_depth, self.prompt if self.replays else self.known
         return known if not limit else tuple(token + limit * 2**40 for token in known)
 
+    def page(self, first: int, size: int) -> tuple[int | None, int, tuple[int, ...]]:
+        """What tells so many of its tokens from those of others at the same place: `keys` of a part."""
+        known = self.known if self.tokens else self.prompt
+        return self.request.max_depth, first, known[first : first + size]
+
     def shared_entries(self, entries: int) -> int:
         """How many of its first entries other sequences may share."""
         return min(entries, len(self.prompt) - 1) if self.replays else entries

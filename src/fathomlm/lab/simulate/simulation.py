@@ -213,9 +213,9 @@ class Simulation:
         if isinstance(self.device, PlainDevice):
             lacks = max(*left, -(-sum(left) // rows) if len(left) > rows else 0)
         elif isinstance(self.device, LoopDevice):
-            cores, waiting = self.device.cores, -(-max(self.scheduler.running, 1) // rows)
-            per_token = waiting * math.ceil(self.device.recursions / max(1, sum(cores) // len(cores))) / len(cores)
-            lacks = math.ceil(max(left) * per_token)
+            cores, waiting = self.device.cores, -(-len(left) // rows)
+            per_token = math.ceil(self.device.recursions / max(1, sum(cores) // len(cores)))
+            lacks = math.ceil(waiting * (1 + max(left) * per_token) / len(cores))
         else:
             return self.setting.burst
         return min(self.setting.burst, max(0 if self._flying else 1, lacks - len(self._flying)))
