@@ -3,6 +3,7 @@
     fathomlm study run uptrain --corpus CORPUS --tasks TASKS --keep
     fathomlm study run uptrain-exits --corpus CORPUS --tasks TASKS --keep
     python benchmarks/compress_smollm2.py run --out benchmarks/results/compress_smollm2_h200.json --work runs/study
+    python benchmarks/compress_smollm2.py untrained benchmarks/results/compress_smollm2_h200.json --tasks TASKS
     python benchmarks/compress_smollm2.py table benchmarks/results/compress_smollm2_h200.json
 
 The shipped record has the losses of `--studies uptrain uptrain-long compress compress-vocab`. With `--rounds 0`
@@ -10,7 +11,9 @@ nothing is timed: losses are the ledger's, and times those that the record has a
 were measured.
 
 Losses and tasks are those of the studies' ledger, means over seeds, against the original that was uptrained on as many
-tokens (of several rates the best; where none was, the first study's). Bytes are parameters in one number format, LoRA and
+tokens, of several rates the best. Where none was, they are against the original of lowest loss, whatever its tokens, and the
+gap is marked as a least one (`equal_tokens`): the original would have learnt from more tokens, too. `untrained` scores the
+original as it is, on the same tasks. It is SmolLM2-135M-Instruct in four bits (Q4_1), which all these models start from. Bytes are parameters in one number format, LoRA and
 embeddings included. A model with fewer tokens needs more of them for a text; its losses are given per token of the original.
 Of each kind of model (dropped, narrower, looped, looped + LoRA, looped + exits) the one of lowest loss
 is timed, and `best`, in bfloat16, at one row and at 64, in turns, by rounds: a kept checkpoint where there is one under
@@ -49,10 +52,13 @@ from fathomlm.lab.study.jobs import Place
 from fathomlm.lab.study.ledger import Ledger
 from fathomlm.lab.study.report import results_of
 from fathomlm.lab.study.results import Results, Row
+from fathomlm.lab.study.scores import counted, read_wanted, score
 from fathomlm.lab.study.spec import read_study
 from fathomlm.model.hub import FathomForCausalLM
 
 Record = dict[str, Any]
+SOURCE = "smollm2-135m"
+"""What all of them start from."""
 KINDS = ("original", "dropped", "narrower", "fewer tokens", "looped", "looped + LoRA", "looped + exits")
 HARM = 0.02
 """Nats by which exits may raise the last output's loss above the lowest, to be chosen by their own."""
@@ -70,7 +76,7 @@ def kind_of(row: Row) -> str:
         return "looped + LoRA"
     if parts.plan.recursions > 1:
         return "looped"
-    shape, base = parts.architecture, preset("smollm2-135m").architecture
+    shape, base = parts.architecture, preset(SOURCE).architecture
     if shape.vocab < base.vocab:
         return "fewer tokens"
     if shape.intermediate < base.intermediate:
@@ -101,11 +107,18 @@ def known(row: Row, results: Results) -> Record:
     return found
 
 
-def original_of(found: Record, models: Sequence[Record], base: Record) -> Record:
-    """The original that was uptrained on as many tokens but for a batch's, at its best rate; `base` where there is none."""
-    originals = (model for model in models if model["kind"] == "original")
+def original_of(found: Record, models: Sequence[Record]) -> tuple[Record, bool]:
+    """The original that was uptrained on as many tokens but for a batch's, at its best rate; where there is none, the one of
+    lowest loss. And whether its tokens are as many."""
+    originals = [model for model in models if model["kind"] == "original"]
     alike = [model for model in originals if abs(model["tokens"] - found["tokens"]) <= 0.01 * found["tokens"]]
-    return min(alike, key=lambda model: model["loss"], default=base)
+    return min(alike or originals, key=lambda model: model["loss"]), bool(alike)
+
+
+def beside_original(found: Record, models: Sequence[Record]) -> Record:
+    """The same compared with its original, and which one that is."""
+    original, alike = original_of(found, models)
+    return compare(found, original) | {"original": "/".join(_run_of(original)), "equal_tokens": alike}
 
 
 def compare(found: Record, original: Record) -> Record:
@@ -234,12 +247,9 @@ def run(args: argparse.Namespace) -> None:
         if row.records
     }
     models = [known(row, each) for row, each in rows.values()]
-    base = next((known(row, results[0]) for row in results[0].rows if row.is_baseline and row.records), None)
-    if base is None or len(models) < 2:
-        raise SystemExit(
-            f"{args.ledger} has no finished {results[0].study.baseline} of {args.studies[0]}, or nothing beside it"
-        )
-    models = [compare(model, original_of(model, models, base)) for model in models]
+    if len(models) < 2 or all(model["kind"] != "original" for model in models):
+        raise SystemExit(f"{args.ledger} has no finished original of {', '.join(args.studies)}, or nothing beside it")
+    models = [beside_original(model, models) for model in models]
     best = best_of(models, args.budget)
     record: Record = {
         "environment": environment(),
@@ -279,7 +289,7 @@ def keep_times(record: Record, before: Record) -> None:
     times = {_run_of(model): _times(model) for model in before["curve"]}
     for model in record["curve"]:  # `best` and `models` are among them
         model |= times.get(_run_of(model), {})
-    record |= {name: before[name] for name in ("environment", "settings")}
+    record |= {name: before[name] for name in ("environment", "settings", "untrained") if name in before}
     record["losses_of"] = str(date.today())
 
 
@@ -293,6 +303,19 @@ def _times(model: Record) -> Record:
     }
 
 
+def score_untrained(args: argparse.Namespace) -> None:
+    """The original as it is, on the tasks of the studies and as they score: on a CPU that takes an hour."""
+    record, study = json.loads(args.record.read_text()), read_study(args.study)
+    (metrics,) = score(Path(SOURCE), read_wanted(study, args.tasks), "auto").values()
+    record["untrained"] = {
+        "source": SOURCE,
+        "scores": {task: counted(one)[0] for task, one in metrics.items()},
+        "environment": environment(),
+    }
+    save(record, args.record)
+    print(table(record))
+
+
 def save(record: Record, out: Path) -> None:
     out.write_text(json.dumps(record, indent=1) + "\n")
 
@@ -302,9 +325,12 @@ def table(record: Record) -> str:
     many = f"tokens_per_s_{record['settings']['rows']}_rows"
     lines = [
         "| model | plan | bytes | FLOPs | tokens/s, one row | "
-        f"tokens/s, {record['settings']['rows']} rows | uptrained on | loss (above the original's) | LAMBADA | HellaSwag |",
-        "|---|---|--:|--:|--:|--:|--:|--:|--:|--:|",
+        f"tokens/s, {record['settings']['rows']} rows | uptrained on | loss (above the original's) | WikiText-2 | LAMBADA | "
+        "HellaSwag |",
+        "|---|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
+    if "untrained" in record:
+        lines.append(_line("original, not trained", "", "1.00x", "1.00x", "", "", "0", outcome=record["untrained"]))
     for kind, found in record["models"].items():
         speeds = [f"{found[name]:,.0f}" if name in found else "-" for name in ("tokens_per_s_one_row", many)]
         shares = [f"{found[share]:.2f}x" for share in ("bytes_share", "flops_share")]
@@ -320,8 +346,11 @@ def table(record: Record) -> str:
 def _line(*cells: str, outcome: Record) -> str:
     scores = outcome["scores"]
     tasks = (f"{100 * scores[task]:.1f} %" if task in scores else "-" for task in ("lambada_openai", "hellaswag"))
-    loss = f"{outcome['loss']:.3f}" + (f" (+{outcome['loss_gap']:.2f})" if outcome.get("loss_gap") else "")
-    return f"| {' | '.join((*cells, loss, *tasks))} |"
+    text = f"{scores['wikitext2_raw']:.2f}" if "wikitext2_raw" in scores else "-"
+    least = "" if outcome.get("equal_tokens", True) else " or more"
+    loss = f"{outcome['loss']:.3f}" if "loss" in outcome else "-"
+    loss += f" (+{outcome['loss_gap']:.2f}{least})" if outcome.get("loss_gap") else ""
+    return f"| {' | '.join((*cells, loss, text, *tasks))} |"
 
 
 def main() -> None:
@@ -329,7 +358,7 @@ def main() -> None:
     verbs = parser.add_subparsers(required=True)
     go = verbs.add_parser("run", help="time the models of the ledger and write the record")
     go.add_argument("--out", type=Path, required=True)
-    go.add_argument("--studies", nargs="+", default=["uptrain", "uptrain-exits"], help="the first has the original")
+    go.add_argument("--studies", nargs="+", default=["uptrain", "uptrain-exits"], help="one of them has the original")
     go.add_argument("--ledger", type=Path, default=Path("benchmarks/results/study"))
     go.add_argument("--work", type=Path, default=Path("runs/study"), help="where runs kept their models")
     go.add_argument("--budget", type=float, default=0.6, help="part of the original's bytes that `best` may have")
@@ -339,6 +368,11 @@ def main() -> None:
     go.add_argument("--new", type=int, default=128, help="new tokens of a request")
     go.add_argument("--threshold", type=float, default=0.9, help="confidence above which tokens exit")
     go.set_defaults(verb=run)
+    bare = verbs.add_parser("untrained", help="score the original as it is, and add that to a record")
+    bare.add_argument("record", type=Path)
+    bare.add_argument("--tasks", type=Path, required=True, help="folder of the tasks' files")
+    bare.add_argument("--study", default="compress", help="whose tasks are scored")
+    bare.set_defaults(verb=score_untrained)
     show = verbs.add_parser("table", help="print a record's table")
     show.add_argument("record", type=Path)
     show.set_defaults(verb=lambda args: print(table(json.loads(args.record.read_text()))))

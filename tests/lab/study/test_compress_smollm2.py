@@ -84,3 +84,26 @@ def test_a_share_of_the_characters_are_of_some_sources(tmp_path: Path) -> None:
         assert novels / total == pytest.approx(0.3, abs=0.02)
         assert len({row["id"] for row in rows}) == len(rows)
     assert {row["text"][0] for row in rows} == {"0", "1"}, "of every shard"
+
+
+def test_the_original_has_as_many_tokens_or_the_gap_is_a_least_one() -> None:
+    """A model of more tokens than any original is not compared with one of fewer tokens than another: that would flatter."""
+    from compress_smollm2 import beside_original, table
+
+    def made(kind: str, tokens: int, loss: float, budget: str) -> dict[str, Any]:
+        own = {"kind": kind, "tokens": tokens, "study": "s", "variant": kind, "budget": budget, "layout": "1 x 1"}
+        return model(49_152, loss, 0.3, 3.0, 1000) | own
+
+    originals = [made("original", 10, 2.8, "10"), made("original", 100, 2.65, "100"), made("original", 100, 2.7, "slow")]
+    small = made("dropped", 100, 3.0, "100")
+    found = beside_original(small, [*originals, small])
+    assert (found["original"], found["equal_tokens"], found["loss_gap"]) == ("s/original/100", True, 0.35)
+    longer = made("dropped", 200, 2.9, "200")
+    found = beside_original(longer, [*originals, longer])
+    assert (found["original"], found["equal_tokens"], found["loss_gap"]) == ("s/original/100", False, 0.25)
+    record = {"settings": {"rows": 64}, "models": {"dropped": found}, "untrained": {"scores": {"lambada_openai": 0.31}}}
+    rows = table(record).splitlines()
+    assert len({row.count("|") for row in rows}) == 1
+    assert "| original, not trained |" in rows[2]
+    assert rows[2].endswith("| - | - | 31.0 % | - |")
+    assert "2.900 (+0.25 or more)" in rows[3]
