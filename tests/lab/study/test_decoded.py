@@ -63,7 +63,7 @@ def test_the_report_tells_them_beside_the_studys_own(values: Callable[..., dict[
     assert "**It is not** (`tab_free:copying`): *not resolved at this scale (1 refuted, 1 open)*" in text
     assert "*not resolved at this scale (1 refuted, 1 open)*" in text
     assert "How these models decode: 500 texts, BLEU, NVIDIA H200" in text
-    assert "| a, copy - a, full | threshold 0.5 | BLEU | -1.00 (-1.50 to -0.20) | 1 | confirmed | p = 0.010 |" in text
+    assert "| a, copy - a, full | threshold 0.5 | BLEU | -1.00 (-1.50 to -0.20) | 1 | confirmed | 0.010 |" in text
     assert overall(each for each in found.judged if each.claim.text == "Copying is below") == "confirmed"
 
 

@@ -42,8 +42,8 @@ sizes and budgets: the thesis trains models ten times as large on a hundred time
 training speed of runs that had the device to themselves, and "-" where all of them shared it with others.
 
 Each comparison is tested by itself: of twenty differences that are none, one is called. The column "after correction" says
-what remains where all comparisons of a study are tested together (Holm's method, 5 %). Claims were stated before their runs,
-unless the column "stated" says "afterwards".
+of how many decided settings the verdict remains where all comparisons of a study are tested together (Holm's method, 5 %). Claims
+were stated before their runs, unless the column "stated" says "afterwards".
 """
 
 
@@ -251,11 +251,11 @@ def _score(row: Row, task: str) -> str:
 
 def claim_table(judged: Sequence[Judged]) -> Rows:
     """A row for each place at which a claim was tried."""
-    rows = [["difference", "budget or setting", "metric", "mean and 95 % interval", "seeds", "verdict", "after correction"]]
+    rows = [["difference", "budget or setting", "metric", "mean and 95 % interval", "seeds", "verdict", "p, corrected"]]
     for each in judged:
         seeds = "-" if each.found is None else str(each.found.seeds)
         pair = f"{each.one} - {each.other}"
-        level = "-" if each.doubt is None else f"p = {each.doubt:.3f}" if each.doubt >= 0.001 else "p < 0.001"
+        level = "-" if each.doubt is None else f"{each.doubt:.3f}" if each.doubt >= 0.001 else "< 0.001"
         rows.append([pair, each.budget, each.claim.metric, gap(each.found), seeds, each.verdict, level])
     return rows
 
