@@ -11,14 +11,15 @@ nothing is timed: losses are the ledger's, and times those that the record has a
 were measured.
 
 Losses and tasks are those of the studies' ledger, means over seeds, against the original that was uptrained on as many
-tokens, of several rates the best. Where none was, they are against the original of lowest loss, whatever its tokens, and the
-gap is marked as a least one (`equal_tokens`): the original would have learnt from more tokens, too. `untrained` scores the
-original as it is, on the same tasks. It is SmolLM2-135M-Instruct in four bits (Q4_1), which all these models start from. Bytes are parameters in one number format, LoRA and
-embeddings included. A model with fewer tokens needs more of them for a text; its losses are given per token of the original.
-Of each kind of model (dropped, narrower, looped, looped + LoRA, looped + exits) the one of lowest loss
-is timed, and `best`, in bfloat16, at one row and at 64, in turns, by rounds: a kept checkpoint where there is one under
---work, and random weights of the same shape elsewhere, since time does not depend on them. Where tokens exit does, so a
-model with exits is timed only if it was kept; its tokens leave above --threshold, with exact fill.
+tokens, of several rates the best. Where none was, they are against the original of lowest loss, whatever its tokens, and
+the gap is marked as a least one (`equal_tokens`): the original would have learnt from more tokens, too. `untrained` scores
+the original as it is, on the same tasks. It is SmolLM2-135M-Instruct in four bits (Q4_1), which all these models start
+from. Bytes are parameters in one number format, LoRA and embeddings included. A model with fewer tokens needs more of them
+for a text; its losses are given per token of the original. Of each kind of model (dropped, narrower, looped, looped + LoRA,
+looped + exits) the one of lowest loss is timed, and `best`, in bfloat16, at one row and at 64, in turns, by rounds: a kept
+checkpoint where there is one under --work, and random weights of the same shape elsewhere, since time does not depend on
+them. Where tokens exit does, so a model with exits is timed only if it was kept; its tokens leave above --threshold, with
+exact fill.
 
 `best` is the model of lowest loss within --budget of the original's bytes, without exits, which learn from further tokens;
 `curve` has every model that was trained.

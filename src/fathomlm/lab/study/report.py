@@ -42,8 +42,8 @@ sizes and budgets: the thesis trains models ten times as large on a hundred time
 training speed of runs that had the device to themselves, and "-" where all of them shared it with others.
 
 Each comparison is tested by itself: of twenty differences that are none, one is called. The column "after correction" says
-of how many decided settings the verdict remains where all comparisons of a study are tested together (Holm's method, 5 %). Claims
-were stated before their runs, unless the column "stated" says "afterwards".
+of how many decided settings the verdict remains where all comparisons of a study are tested together (Holm's method, 5 %).
+Claims were stated before their runs, unless the column "stated" says "afterwards".
 """
 
 
