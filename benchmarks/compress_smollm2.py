@@ -79,7 +79,8 @@ def kind_of(row: Row) -> str:
         return "looped"
     shape, base = parts.architecture, preset(SOURCE).architecture
     if shape.vocab < base.vocab:
-        return "fewer tokens"
+        whole = (shape.layers, shape.intermediate) == (base.layers, base.intermediate)
+        return "original, fewer tokens" if whole else "fewer tokens"
     if shape.intermediate < base.intermediate:
         return "narrower"
     return "dropped" if shape.layers < base.layers else "original"

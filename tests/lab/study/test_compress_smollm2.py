@@ -107,3 +107,16 @@ def test_the_original_has_as_many_tokens_or_the_gap_is_a_least_one() -> None:
     assert "| original, not trained |" in rows[2]
     assert rows[2].endswith("| - | - | 31.0 % | - |")
     assert "2.900 (+0.25 or more)" in rows[3]
+
+
+def test_the_original_with_fewer_tokens_is_no_smaller_model(tmp_path: Path) -> None:
+    from compress_smollm2 import KINDS, kind_of
+
+    from fathomlm.lab.study.ledger import Ledger
+    from fathomlm.lab.study.report import results_of
+    from fathomlm.lab.study.spec import read_study
+
+    (results,) = results_of([read_study("compress-vocab")], Ledger(tmp_path))
+    kinds = {row.variant.name: kind_of(row) for row in results.rows}
+    assert kinds.pop("original") not in KINDS
+    assert set(kinds.values()) == {"fewer tokens"}
