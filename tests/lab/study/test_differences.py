@@ -6,7 +6,7 @@ from statistics import stdev
 
 import pytest
 
-from fathomlm.lab.study.differences import Difference, chance, decide, difference, doubt, holm, residual, t_95
+from fathomlm.lab.study.differences import Difference, decide, difference, holm, p_value, residual, student_p, t_95
 
 
 def test_a_pair_alone_has_the_paired_t_interval() -> None:
@@ -103,41 +103,41 @@ def test_sameness_needs_the_whole_interval_inside() -> None:
 
 def test_a_spread_of_few_degrees_of_freedom_decides_nothing() -> None:
     assert decide(gap(-0.1, 0.05, freedom=3), -math.inf, 0.0) == "not resolved at this scale"
-    assert doubt(gap(-0.1, 0.05, freedom=3), -math.inf, 0.0) is None
+    assert p_value(gap(-0.1, 0.05, freedom=3), -math.inf, 0.0) is None
     texts = Difference(mean=-0.1, seeds=1, half=None, freedom=0, interval=(-0.15, -0.05))
     assert decide(texts, -math.inf, 0.0) == "confirmed", "an interval that is not of seeds has its own"
 
 
 @pytest.mark.parametrize("freedom", [4, 5, 15, 40])
 @pytest.mark.parametrize(("mean", "bounds"), [(-0.1, (-math.inf, 0.0)), (0.1, (-math.inf, 0.0)), (0.02, (-0.1, 0.1))])
-def test_doubt_is_the_level_at_which_the_verdict_is_only_just_given(
+def test_the_p_value_is_the_level_at_which_the_verdict_is_only_just_given(
     freedom: int, mean: float, bounds: tuple[float, float]
 ) -> None:
     distance = min(abs(mean - bound) for bound in bounds)
     for half in (0.999 * distance, 1.001 * distance):
         found = gap(mean, half, freedom)
-        level = doubt(found, *bounds)
+        level = p_value(found, *bounds)
         assert level is not None
         assert level == pytest.approx(0.05, rel=0.02)
         assert (level < 0.05) == (decide(found, *bounds) != "not resolved at this scale")
-    assert doubt(gap(mean, 0.0, freedom), *bounds) == 0.0
-    assert doubt(None, *bounds) is None
+    assert p_value(gap(mean, 0.0, freedom), *bounds) == 0.0
+    assert p_value(None, *bounds) is None
 
 
 def test_intervals_of_texts_are_taken_to_be_normal() -> None:
     found = Difference(mean=-1.0, seeds=1, half=None, freedom=0, interval=(-1.98, -0.02))
-    assert doubt(found, -math.inf, 0.0) == pytest.approx(0.0455, abs=1e-3)
+    assert p_value(found, -math.inf, 0.0) == pytest.approx(0.0455, abs=1e-3)
 
 
-def test_chance_is_students_t() -> None:
+def test_p_of_students_t_is_that_of_tables() -> None:
     """Against tables: the quantiles of 0.10, 0.05 and 0.001, two-sided."""
     tables = {1: (6.314, 12.706, 636.62), 2: (2.920, 4.303, 31.599), 5: (2.015, 2.571, 6.869), 16: (1.746, 2.120, 4.015)}
     for freedom, quantiles in tables.items():
         for t, level in zip(quantiles, (0.10, 0.05, 0.001), strict=True):
-            assert chance(t, freedom) == pytest.approx(level, rel=2e-3)
-            assert chance(-t, freedom) == chance(t, freedom)
-    assert chance(0.0, 3) == 1.0
-    assert chance(1.96, 100_001) == pytest.approx(0.05, abs=1e-4)
+            assert student_p(t, freedom) == pytest.approx(level, rel=2e-3)
+            assert student_p(-t, freedom) == student_p(t, freedom)
+    assert student_p(0.0, 3) == 1.0
+    assert student_p(1.96, 100_001) == pytest.approx(0.05, abs=1e-4)
 
 
 def test_students_t_falls_to_the_normal_limit() -> None:
@@ -152,10 +152,10 @@ def test_holm_tests_the_smallest_against_all_and_never_reverses() -> None:
     assert holm([]) == []
 
 
-def test_together_nothing_is_called_more_often_than_once_in_twenty_times() -> None:
+def test_after_holm_s_correction_nothing_is_called_more_often_than_once_in_twenty_times() -> None:
     draw, called = random.Random(1), 0
     for _ in range(400):
         runs = [{seed: draw.gauss(0, 0.1) for seed in range(2)} for _ in range(10)]
-        found = [doubt(difference(runs[0], other, runs), -math.inf, 0.0) for other in runs[1:]]
+        found = [p_value(difference(runs[0], other, runs), -math.inf, 0.0) for other in runs[1:]]
         called += any(level is not None and level < 0.05 for level in holm(found))
     assert called / 400 < 0.07

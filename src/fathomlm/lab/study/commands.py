@@ -101,7 +101,7 @@ def run_report(options: Report) -> int:
             "difference": f"{judged.one} - {judged.other}",
             **{name: None if judged.found is None else getattr(judged.found, name) for name in ("mean", "low", "high")},
             "verdict": judged.verdict,
-            "p_after_correction": judged.doubt,
+            "p_after_correction": judged.p,
             "stated_afterwards": judged.claim.after,
         }
         for each in results

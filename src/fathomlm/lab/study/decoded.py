@@ -14,7 +14,7 @@ from fathomlm.errors import DataError
 from fathomlm.jsonfile import read_object
 from fathomlm.lab.study.differences import Difference
 from fathomlm.lab.study.ledger import Ledger
-from fathomlm.lab.study.results import Judged, Results, together, verdict_on
+from fathomlm.lab.study.results import Judged, Results, adjusted, verdict_on
 from fathomlm.lab.study.spec import Claim
 
 DIRECTORY = "decoded"
@@ -81,7 +81,7 @@ def with_decoded(results: Results, ledger: Ledger) -> Results:
     found = read_decoded(ledger, results.study.name)
     if found is None:
         return results
-    return replace(results, judged=(*results.judged, *together(found.judged())), decoded=found.about)
+    return replace(results, judged=(*results.judged, *adjusted(found.judged())), decoded=found.about)
 
 
 def read_decoded(ledger: Ledger, study: str) -> DecodedTexts | None:

@@ -71,8 +71,8 @@ class Spread:
     freedom: int
 
 
-def chance(t: float, freedom: int) -> float:
-    """How likely Student's t is at least this far from 0, on either side. Without scipy, which nothing else requires: for
+def student_p(t: float, freedom: int) -> float:
+    """The two-sided p value of Student's t. Without scipy, which nothing else requires: for
     whole degrees of freedom it is a finite sum (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
     angle = math.atan(abs(t) / math.sqrt(freedom))
     sine, cosine = math.sin(angle), math.cos(angle)
@@ -92,7 +92,7 @@ def t_95(freedom: int) -> float:
     low, high = 1.9, 13.0
     while high - low > 1e-9:
         middle = (low + high) / 2
-        low, high = (middle, high) if chance(middle, freedom) > LEVEL else (low, middle)
+        low, high = (middle, high) if student_p(middle, freedom) > LEVEL else (low, middle)
     return high
 
 
@@ -136,9 +136,9 @@ def decide(found: Difference | None, low: float, high: float) -> Verdict:
     return "refuted" if found.low > high or found.high < low else "not resolved at this scale"
 
 
-def doubt(found: Difference | None, low: float, high: float) -> float | None:
-    """The level at which a difference is only just told to be on its own side of two bounds: below 0.05 where `decide` has a
-    verdict. None where it is not known how much chance may do. Intervals that are not of seeds are taken to be normal."""
+def p_value(found: Difference | None, low: float, high: float) -> float | None:
+    """Two-sided, of a difference being on its own side of two bounds: below 0.05 where `decide` has a verdict. None where it
+    is not known how much chance may do. Intervals that are not of seeds are taken to be normal."""
     if found is None or not found.known or found.low is None or found.high is None:
         return None
     distance = min(abs(found.mean - bound) for bound in (low, high))
@@ -147,14 +147,13 @@ def doubt(found: Difference | None, low: float, high: float) -> float | None:
         return 0.0 if distance else 1.0
     if found.half is None:
         return math.erfc(distance / half * NormalDist().inv_cdf(1 - LEVEL / 2) / math.sqrt(2))
-    return chance(distance / half * t_95(found.freedom), found.freedom)
+    return student_p(distance / half * t_95(found.freedom), found.freedom)
 
 
-def holm(doubts: Sequence[float | None]) -> list[float | None]:
-    """The same where all are tested together: below 0.05 for those that may be called although there are so many of them.
-    None where there is none."""
-    known = sorted((one, at) for at, one in enumerate(doubts) if one is not None)
-    found: list[float | None] = [None] * len(doubts)
+def holm(p_values: Sequence[float | None]) -> list[float | None]:
+    """P values adjusted by Holm's method for all of them being tested; None stays None."""
+    known = sorted((one, at) for at, one in enumerate(p_values) if one is not None)
+    found: list[float | None] = [None] * len(p_values)
     worst = 0.0
     for rank, (one, at) in enumerate(known):
         worst = max(worst, min(1.0, one * (len(known) - rank)))

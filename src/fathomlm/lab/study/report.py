@@ -255,7 +255,7 @@ def claim_table(judged: Sequence[Judged]) -> Rows:
     for each in judged:
         seeds = "-" if each.found is None else str(each.found.seeds)
         pair = f"{each.one} - {each.other}"
-        level = "-" if each.doubt is None else f"{each.doubt:.3f}" if each.doubt >= 0.001 else "< 0.001"
+        level = "-" if each.p is None else f"{each.p:.3f}" if each.p >= 0.001 else "< 0.001"
         rows.append([pair, each.budget, each.claim.metric, gap(each.found), seeds, each.verdict, level])
     return rows
 

@@ -14,7 +14,7 @@ from statistics import fmean
 from typing import Any
 
 from fathomlm.lab.analyze.scaling import FinishedRun, ScalingFit, architecture_name, fit_runs
-from fathomlm.lab.study.differences import LEVEL, BySeed, Difference, Verdict, decide, difference, doubt, holm
+from fathomlm.lab.study.differences import LEVEL, BySeed, Difference, Verdict, decide, difference, holm, p_value
 from fathomlm.lab.study.jobs import Job, Place, jobs_of
 from fathomlm.lab.study.ledger import Record, fingerprint, identity
 from fathomlm.lab.study.scores import counted
@@ -79,8 +79,8 @@ class Judged:
     other: str
     found: Difference | None
     verdict: Verdict
-    doubt: float | None = None
-    """The level at which the verdict is only just given, among all comparisons of its study once those are known."""
+    p: float | None = None
+    """Of the verdict, adjusted by Holm's method for all comparisons of the study (`adjusted`)."""
 
     @property
     def decided(self) -> bool:
@@ -89,7 +89,7 @@ class Judged:
     @property
     def remains(self) -> bool:
         """Whether it is decided also where all comparisons of its study are tested together."""
-        return self.decided and self.doubt is not None and self.doubt < LEVEL
+        return self.decided and self.p is not None and self.p < LEVEL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,7 +179,7 @@ def collect(
     return Results(
         study=study,
         rows=rows,
-        judged=together(judged for claim in study.claims for judged in judge(study, claim, rows, peers)),
+        judged=adjusted(judged for claim in study.claims for judged in judge(study, claim, rows, peers)),
         failed=tuple(failed.values()),
         planned=len(jobs),
         left_out=sum(checksums.values()) - len(finished) if corpus_checksum is not None else 0,
@@ -266,15 +266,15 @@ def judge(study: Study, claim: Claim, rows: Iterable[Row], peers: Mapping[str, P
 def verdict_on(claim: Claim, budget: str, one: str, other: str, found: Difference | None) -> Judged:
     """A claim that the first is lower, or with `within` that they differ by less."""
     bounds = (-claim.within, claim.within) if claim.within else (-math.inf, 0.0)
-    verdict, level = decide(found, *bounds), doubt(found, *bounds)
-    return Judged(claim=claim, budget=budget, one=one, other=other, found=found, verdict=verdict, doubt=level)
+    verdict, p = decide(found, *bounds), p_value(found, *bounds)
+    return Judged(claim=claim, budget=budget, one=one, other=other, found=found, verdict=verdict, p=p)
 
 
-def together(judged: Iterable[Judged]) -> tuple[Judged, ...]:
-    """The same comparisons, tested together."""
+def adjusted(judged: Iterable[Judged]) -> tuple[Judged, ...]:
+    """The same comparisons of a study, with p values that are adjusted for all of them being tested."""
     found = tuple(judged)
-    levels = holm([each.doubt for each in found])
-    return tuple(replace(each, doubt=level) for each, level in zip(found, levels, strict=True))
+    p_values = holm([each.p for each in found])
+    return tuple(replace(each, p=p) for each, p in zip(found, p_values, strict=True))
 
 
 def _pairs(study: Study, claim: Claim, values: Mapping[str, BySeed]) -> list[tuple[str, str]]:
