@@ -49,13 +49,16 @@ def build(architecture: Architecture, plan: DepthPlan, device: torch.device) -> 
     return random_model(architecture, plan, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32, device=device)
 
 
-def requests(count: int, mean: float, spread: float, vocab: int, seed: int = 0) -> list[Request]:
+def requests(
+    count: int, mean: float, spread: float, vocab: int, seed: int = 0, max_depth: int | None = None
+) -> list[Request]:
     draw = random.Random(seed)
     found = []
     for i in range(count):
         length = max(1, min(LONGEST - 1, round(draw.gauss(mean, spread))))
         sampling = Sampling(max_new_tokens=length, ignore_eos=True)
-        found.append(Request(id=10**6 + i, prompt=(draw.randrange(vocab),), sampling=sampling))
+        prompt = (draw.randrange(vocab),)
+        found.append(Request(id=10**6 + i, prompt=prompt, sampling=sampling, max_depth=max_depth))
     return found
 
 
@@ -104,8 +107,9 @@ class Bench:
         print(f"  set up in {time.perf_counter() - begun:.1f} s", flush=True)
         return engine
 
-    def throughput(self, engine: Engine, count: int) -> Record:
-        work = requests(count, self.args.mean, self.args.mean / 4, engine.model.architecture.vocab)
+    def throughput(self, engine: Engine, count: int, max_depth: int | None = None) -> Record:
+        vocab = engine.model.architecture.vocab
+        work = requests(count, self.args.mean, self.args.mean / 4, vocab, max_depth=max_depth)
         before = (engine.totals.decode_steps, engine.totals.tokens, engine.totals.depths, engine.totals.exited)
         begun = time.perf_counter()
         results = engine.run(work)

@@ -121,7 +121,7 @@ def _trunk(cooled: Path) -> Path:
 @torch.inference_mode()
 def losses(model: Any, rows: Any) -> dict[str, float]:
     """Nats a token on all rows: causal, as the model is used, and by top-k, as expert-choice trains."""
-    from fathomlm.lab.analyze.routing import token_losses
+    from fathomlm.lab.analyze.depth_limits import token_losses
 
     decoder = model.decoder
     device = decoder.embed.weight.device
@@ -137,7 +137,8 @@ def losses(model: Any, rows: Any) -> dict[str, float]:
 @torch.inference_mode()
 def depth_statistics(model: Any, rows: Any) -> dict[str, Any]:
     """Depth by the class of the token, loss by depth, and the tokens that go deepest and least deep."""
-    from fathomlm.lab.analyze.routing import SEEN, token_losses
+    from fathomlm.lab.analyze.depth_limits import token_losses
+    from fathomlm.lab.analyze.routing import SEEN
     from fathomlm.lab.analyze.routing_meters import TokenDepths
     from fathomlm.model.route import DepthControl, RoutingTrace
 

@@ -17,6 +17,7 @@ from fathomlm.depth import DepthPlan
 from fathomlm.depth.cost import count
 from fathomlm.errors import OptionError
 from fathomlm.lab import token_rows
+from fathomlm.lab.analyze.depth_limits import measure_limits
 from fathomlm.lab.analyze.routing import RoutingNumbers, check_routed, measure
 from fathomlm.lab.analyze.routing_meters import GainMeter
 from fathomlm.lab.analyze.routing_report import flops_table, routing_table, scaling_table, score_table
@@ -120,6 +121,23 @@ def test_depth_limits_by_hand(case: Case) -> None:
         assert not any(limit.running[limit.max_depth :])
     flops = [limit.flops_per_token for limit in case.numbers.scaling]
     assert flops == sorted(flops)
+
+
+def test_limits_alone_are_those_of_the_analysis(case: Case) -> None:
+    assert measure_limits(case.model, case.rows) == case.numbers.scaling
+
+
+def test_without_a_router_a_limit_is_the_depth_of_all_tokens(tmp_path: Path) -> None:
+    model = model_of(router=None)
+    rows = read_rows(find([text_file(tmp_path)]), model, context=32, rows=4)
+    limits = measure_limits(model, rows)
+    assert [limit.running for limit in limits] == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
+    one, two, full = (limit.flops_per_token for limit in limits)
+    whole = count(model.architecture, model.plan, context=32).forward_flops_per_token
+    assert full == whole == two + (two - one)
+    with torch.no_grad():
+        log_p = model.decoder.logits(model.decoder(rows.tokens_NT)).log_softmax(-1)
+    assert limits[-1].loss == pytest.approx(-float(log_p.gather(-1, rows.targets_NT[..., None]).mean()), abs=1e-5)
 
 
 def test_flops_are_the_counters(case: Case) -> None:
@@ -268,15 +286,15 @@ def test_a_model_that_is_broken_is_named(tmp_path: Path) -> None:
 
 
 def test_long_chunks_and_short_ones_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fathomlm.lab.analyze import routing
+    from fathomlm.lab.analyze import depth_limits
 
     model = model_of()
     hidden, targets = torch.randn(3, 10, 16), torch.randint(0, 257, (3, 10))
-    whole = routing.token_losses(model.decoder, hidden, targets)
+    whole = depth_limits.token_losses(model.decoder, hidden, targets)
     expected = F.cross_entropy(model.decoder.logits(hidden).flatten(0, 1), targets.flatten(), reduction="none")
     assert torch.allclose(whole.flatten(), expected, atol=1e-6)
-    monkeypatch.setattr(routing, "default_chunk", lambda device, vocab: 7)
-    assert torch.allclose(routing.token_losses(model.decoder, hidden, targets), whole, atol=1e-6)
+    monkeypatch.setattr(depth_limits, "default_chunk", lambda device, vocab: 7)
+    assert torch.allclose(depth_limits.token_losses(model.decoder, hidden, targets), whole, atol=1e-6)
 
 
 @torch.no_grad()

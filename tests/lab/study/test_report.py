@@ -12,6 +12,7 @@ from fathomlm.cli.main import main
 from fathomlm.lab.study.commands import open_place
 from fathomlm.lab.study.jobs import jobs_of
 from fathomlm.lab.study.ledger import Ledger
+from fathomlm.lab.study.pictures import draw, size_ticks
 from fathomlm.lab.study.report import page, results_of
 from fathomlm.lab.study.spec import build_study, read_study, shipped_studies
 from lab.study.synthetic import fill, record_of
@@ -56,10 +57,13 @@ def test_several_budgets_are_fitted_over_sizes(values: Values, tmp_path: Path) -
     assert [fit.architecture for fit in fits] == ["vanilla", "vanilla"]
     assert all(fit.inside for fit in fits)
     assert "Quadratic fits" in page([found], Path("results.md"))
-    from fathomlm.lab.study.report import draw
-
     draw(found, tmp_path / "x.png")
     assert (tmp_path / "x.png").stat().st_size > 10_000
+
+
+def test_sizes_are_named_where_they_are() -> None:
+    """A study of small models had ticks at 0.0 and 0.1 million; a router makes a model a little larger."""
+    assert size_ticks([0.2403, 0.0381, 0.0665, 0.038, 0.0666]) == [0.038, 0.0665, 0.2403]
 
 
 def test_budgets_of_tokens_are_not_fitted_over_sizes(values: Values, tmp_path: Path) -> None:
@@ -70,8 +74,6 @@ def test_budgets_of_tokens_are_not_fitted_over_sizes(values: Values, tmp_path: P
     (found,) = results_of([study], Ledger(tmp_path))
     assert found.fits() == []
     assert "Quadratic fits" not in page([found], Path("results.md"))
-    from fathomlm.lab.study.report import draw
-
     draw(found, tmp_path / "x.png")
     assert (tmp_path / "x.png").stat().st_size > 10_000
 

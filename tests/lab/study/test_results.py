@@ -137,6 +137,8 @@ def test_rates_are_of_runs_that_had_the_device_to_themselves(values: Values) -> 
     elsewhere = within | {"environment": {"device": "another"}, "processes": 1}
     assert beside_others([long, elsewhere, later]) == set()
     assert beside_others([long, long | {"study": "another", "shared": "small"}]) == set(), "one run in two ledgers"
+    branch = made(second, 31, 1200.0, process_seconds=60.5)  # its plateau is the first one's
+    assert beside_others([long, branch, made(third, 41, 600.0)]) == set()
 
 
 def test_failed_runs_are_listed(values: Values) -> None:

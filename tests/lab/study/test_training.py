@@ -20,6 +20,7 @@ from fathomlm.lab.study.guard import Guard
 from fathomlm.lab.study.jobs import Place, jobs_of, recipe_of
 from fathomlm.lab.study.ledger import Ledger
 from fathomlm.lab.study.queue import RESERVE, Outcome, Pace, Visit, work_off
+from fathomlm.lab.study.results import beside_others
 from fathomlm.lab.study.spec import Study, build_study, read_study
 from fathomlm.lab.study.training import TrainingExecutor
 from fathomlm.train import directory as directories
@@ -191,6 +192,7 @@ def test_a_larger_budget_branches_from_the_plateau_and_equals_a_direct_run(
     make(direct, corpus, tmp_path / "direct")
     assert finals(tmp_path / "chain") == finals(tmp_path / "direct")
     assert not list((tmp_path / "chain").rglob("step-*")), "checkpoints that nobody needs are removed"
+    assert beside_others(Ledger(tmp_path / "chain" / "ledger").read("small")) == set(), "a branch is no other run"
     for record in Ledger(tmp_path / "chain" / "ledger").read("small"):
         assert record["validation"][0]["step"] == 4, "a branch tells the plateau's curve too"
         assert record["steps"] == budgets[record["budget"]]["steps"]

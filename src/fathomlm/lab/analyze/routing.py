@@ -11,20 +11,18 @@ Shapes: B rows, T tokens of a row, M hidden width, R recursions, V vocabulary.
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fathomlm.cli.display import pieces
 from fathomlm.depth import DepthPlan
 from fathomlm.depth.cost import count
 from fathomlm.errors import OptionError
+from fathomlm.lab.analyze.depth_limits import DepthLimit, LimitedPasses, check_finite, flops_per_token, token_losses
 from fathomlm.lab.analyze.routing_meters import (
     DepthGain,
     GainMeter,
@@ -41,27 +39,11 @@ from fathomlm.model.decoder import Decoder
 from fathomlm.model.hub import FathomForCausalLM
 from fathomlm.model.route import DepthControl, Routers, RoutingTrace
 from fathomlm.model.route.trace import RoutingMeter
-from fathomlm.train.losses.head import default_chunk
 
 SHOWN = 120
 """Tokens of each sample text."""
 SEEN = 10
 """How often a token must occur to be named among the deepest or shallowest."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DepthLimit:
-    """Causal inference with at most so many recursions."""
-
-    max_depth: int
-    loss: float
-    """Next-token loss in nats."""
-    mean_depth: float
-    running: list[float]
-    """The part of the tokens that ran each recursion."""
-    flops_per_token: int
-    log_likelihood: list[float]
-    """By position: the sum of log p of all tokens up to there, in nats, averaged over rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +144,7 @@ def measure(
     expert = routing.method.picks_tokens
     top_k = RoutingMeter(routing, rows.context, device)
     top_k_sum, counts = 0.0, ScoreCounts(routers, device)
-    limits = [_Limit(depth, RoutingMeter(routing, rows.context, device)) for depth in range(1, routing.recursions + 1)]
+    limits = [LimitedPasses(model, depth, rows.context) for depth in range(1, routing.recursions + 1)]
     depths, gain = TokenDepths(model.architecture.vocab), GainMeter(routing.recursions)
     shown: list[list[ShownToken]] = []
     done = 0
@@ -175,10 +157,8 @@ def measure(
             counts.add(trace)
         losses: list[Tensor] = []
         for limit in limits:
-            trace = RoutingTrace()
-            hidden_BTM = decoder(tokens_BT, control=DepthControl(max_depth=limit.depth), trace=trace)
-            losses.append(token_losses(decoder, hidden_BTM, targets_BT))
-            limit.add(losses[-1], trace)
+            losses_BT, trace = limit.run(tokens_BT, targets_BT)
+            losses.append(losses_BT)
         # The last of them had no limit: it is the causal pass.
         depths.add(tokens_BT, trace)
         assert trace.depths_BT is not None
@@ -189,11 +169,11 @@ def measure(
         shown += [_shown(routers, rows.tokenizer, tokens, trace, row) for row, tokens in enumerate(left)]
         done += tokens_BT.shape[0]
         on_rows(done, len(rows))
-    scaling = [limit.read(model) for limit in limits]
-    if not all(math.isfinite(loss) for loss in (top_k_sum, *(limit.loss for limit in scaling))):
-        raise OptionError("the model's loss on this text is not finite; try --dtype float32, or another checkpoint")
+    scaling = [limit.read() for limit in limits]
+    check_finite(top_k_sum)
     deepest, shallowest = depths.read(rows.tokenizer, seen)
-    tokens = len(rows) * rows.context
+    tokens, causal = len(rows) * rows.context, limits[-1].meter
+    assert causal is not None
     return RoutingNumbers(
         rows=len(rows),
         context=rows.context,
@@ -201,7 +181,7 @@ def measure(
         capacity=list(routing.capacity),
         top_k=_metrics(top_k) if expert else None,
         # By the causal rule all causal decisions are right; only the top-k pass says how often the rule agrees with it.
-        causal={name: value for name, value in _metrics(limits[-1].meter).items() if name != "sampling_accuracy"},
+        causal={name: value for name, value in _metrics(causal).items() if name != "sampling_accuracy"},
         top_k_loss=top_k_sum / tokens if expert else None,
         causal_loss=scaling[-1].loss,
         flops=RoutingFlops(
@@ -220,18 +200,6 @@ def measure(
     )
 
 
-def token_losses(decoder: Decoder, hidden_BTM: Tensor, targets_BT: Tensor) -> Tensor:
-    """The next-token loss at each place, in nats and float32; so many logits at once as the device bears."""
-    chunk = default_chunk(hidden_BTM.device.type, decoder.architecture.vocab)
-    parts = [
-        F.cross_entropy(decoder.logits(hidden).float(), targets, reduction="none")
-        for hidden, targets in zip(
-            torch.split(hidden_BTM.flatten(0, 1), chunk), torch.split(targets_BT.flatten(), chunk), strict=True
-        )
-    ]
-    return torch.cat(parts).view_as(targets_BT)
-
-
 def _losses_at(decoder: Decoder, tokens_BT: Tensor, targets_BT: Tensor, control: DepthControl) -> Tensor:
     return token_losses(decoder, decoder(tokens_BT, control=control), targets_BT)
 
@@ -245,42 +213,9 @@ def _metrics(meter: RoutingMeter) -> dict[str, float]:
     return found
 
 
-def flops_per_token(model: FathomForCausalLM, context: int, running: Sequence[float] | None = None) -> int:
-    """Forward FLOPs, by the capacities or by the part of the tokens that ran each recursion."""
-    cost = count(model.architecture, model.plan, relaxation=model.relaxation, context=context, capacity=running)
-    return cost.forward_flops_per_token
-
-
 def _unrouted_flops(model: FathomForCausalLM, context: int) -> int:
     plan = model.plan.with_kv("cache").with_routing(None)  # in this order: hybrid entries exist under a router only
     return count(model.architecture, plan, relaxation=model.relaxation, context=context).forward_flops_per_token
-
-
-class _Limit:
-    """Adds up what passes with one maximum depth did."""
-
-    def __init__(self, depth: int, meter: RoutingMeter) -> None:
-        self.depth = depth
-        self.meter = meter
-        self._losses_T = torch.zeros(meter.length, dtype=torch.float64, device=meter.sums.device)
-        self._rows = 0
-
-    def add(self, losses_BT: Tensor, trace: RoutingTrace) -> None:
-        self._losses_T += losses_BT.sum(0, dtype=torch.float64)
-        self.meter.add(trace)
-        self._rows += losses_BT.shape[0]
-
-    def read(self, model: FathomForCausalLM) -> DepthLimit:
-        losses_T = self._losses_T.cpu() / self._rows
-        running = self.meter.running()
-        return DepthLimit(
-            max_depth=self.depth,
-            loss=float(losses_T.mean()),
-            mean_depth=sum(running),
-            running=running,
-            flops_per_token=flops_per_token(model, len(losses_T), running),
-            log_likelihood=(-losses_T.cumsum(0)).tolist(),
-        )
 
 
 def _shown(routers: Routers, tokenizer: Any, tokens: list[int], trace: RoutingTrace, row: int) -> list[ShownToken]:

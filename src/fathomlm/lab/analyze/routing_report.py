@@ -13,10 +13,11 @@ from fathomlm.checkpoints.resolve import architecture_of
 from fathomlm.cli.display import Rows, label, progress_bar, visible
 from fathomlm.depth.colours import depth_colours, ink
 from fathomlm.depth.routing import ROUTERS
+from fathomlm.lab.analyze.depth_limits import DepthLimit
 from fathomlm.lab.analyze.options import AnalyzeRouting
 from fathomlm.lab.analyze.pictures import draw_text
 from fathomlm.lab.analyze.report import About, about_model, finish, render, write_report
-from fathomlm.lab.analyze.routing import DepthLimit, RoutingNumbers, ShownToken, check_routed, measure
+from fathomlm.lab.analyze.routing import RoutingNumbers, ShownToken, check_routed, measure
 from fathomlm.lab.analyze.routing_meters import ScoreHistogram
 from fathomlm.lab.common import optional
 from fathomlm.lab.drawing import (

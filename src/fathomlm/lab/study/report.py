@@ -3,24 +3,21 @@ do."""
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, mode
-from typing import Any
 
 from fathomlm.checkpoints.writing import whole_file
 from fathomlm.cli.display import Rows
 from fathomlm.errors import OutputError, writing
-from fathomlm.lab.analyze.scaling import architecture_name
 from fathomlm.lab.common import markdown, optional
-from fathomlm.lab.drawing import DASHES, LINES, MARKERS, check_matplotlib, new_figure, plain_axes, save_figure
 from fathomlm.lab.evaluate.tasks import TASKS
 from fathomlm.lab.study.decoded import with_decoded
 from fathomlm.lab.study.differences import gap
 from fathomlm.lab.study.jobs import Job
 from fathomlm.lab.study.ledger import Ledger
+from fathomlm.lab.study.pictures import draw, label_of, tokens
 from fathomlm.lab.study.results import METRICS, Judged, Results, Row, collect, overall, planned_jobs, remaining
 from fathomlm.lab.study.scores import counted
 from fathomlm.lab.study.spec import Claim, Study, read_study, shipped_studies
@@ -200,7 +197,7 @@ def metric_table(results: Results) -> Rows | None:
     for row in results.rows:
         values = [row.mean(name) for name in (*names, "next_token")]
         if any(value is not None for value in values[:-1]):
-            label = _label(results, row)
+            label = label_of(results, row)
             rows.append([label, *(optional(value, ".4f") for value in values)])
     return rows
 
@@ -213,7 +210,7 @@ def score_table(results: Results) -> Rows | None:
         return None
     rows = [["variant", *results.study.scores]]
     for row in scored:
-        label = _label(results, row)
+        label = label_of(results, row)
         rows.append([label, *(_score(row, task) for task in results.study.scores)])
     return rows
 
@@ -233,7 +230,7 @@ def exit_table(results: Results) -> Rows | None:
         losses = [row.mean(name or "loss") for name in places]
         scores = [row.mean(f"{name}.{task}" if name else task) for task in results.study.scores for name in places]
         texts = [task not in TASKS for task in results.study.scores for _ in places]
-        label = _label(results, row)
+        label = label_of(results, row)
         cells = [optional(value, ".4f") for value in losses]
         for value, text in zip(scores, texts, strict=True):
             cells.append("-" if value is None else f"{value:.4f}" if text else f"{100 * value:.1f}")
@@ -280,118 +277,3 @@ def fit_table(results: Results) -> Rows | None:
             ]
         )
     return rows
-
-
-def tokens(number: float) -> str:
-    return f"{number / 1e9:.2f}B" if number >= 1e9 else f"{number / 1e6:.0f}M" if number >= 1e6 else f"{number:,.0f}"
-
-
-def draw(results: Results, out: Path) -> None:
-    """Write a picture of what is finished; there must be something."""
-    check_matplotlib()
-    several = len(results.study.budgets) > 1
-    count = sum(bool(row.records) for row in results.rows)
-    figure = new_figure(13, max(6.0 if several else 4.8, 1.6 + (0.28 if several else 0.36) * count))
-    left, right = figure.subplots(1, 2)
-    if results.over_sizes:
-        _sizes(left, results)
-    else:
-        _curves(left, results)
-    _differences(right, results)
-    save_figure(figure, results.study.title, out, dpi=120)
-
-
-def _curves(axes: Any, results: Results) -> None:
-    """Validation losses over tokens, means over seeds; of each variant the longest run."""
-    finals = []
-    longest = {row.variant.name: row for row in sorted(results.rows, key=lambda row: row.job.tokens) if row.records}
-    for number, row in enumerate(longest.values()):
-        at: dict[int, list[float]] = {}
-        for record in row.records.values():
-            for point in record["validation"]:
-                at.setdefault(point["tokens"], []).append(point["loss"])
-        shared = {x: fmean(losses) for x, losses in sorted(at.items()) if len(losses) == len(row.records)}
-        loss = row.mean()
-        assert loss is not None
-        finals.append(loss)
-        axes.plot(
-            [x / 1e6 for x in shared], list(shared.values()), linestyle=DASHES[number // len(LINES) % len(DASHES)],
-            color=LINES[number % len(LINES)], marker=MARKERS[number % len(MARKERS)], markersize=3, linewidth=1.2,
-            label=f"{_label(results, row)}: {loss:.4f}",
-        )  # fmt: skip
-    axes.set_ylim(min(finals) - 0.05, max(finals) + max(0.6, 2 * (max(finals) - min(finals))))
-    axes.legend(fontsize=7.5, ncols=2 if len(finals) > 7 else 1)
-    title = "Validation loss, mean over seeds (routed models: causal)"
-    plain_axes(axes, title, "tokens seen (millions)", "loss (nats per token)")
-
-
-def _sizes(axes: Any, results: Results) -> None:
-    """Losses over the logarithm of the size, with the fits; a color for each architecture, a style for each budget."""
-    kinds: dict[str, list[Row]] = {}
-    for row in (row for row in results.rows if row.records):
-        kinds.setdefault(_kind(row), []).append(row)
-    fits = {(fit.architecture, round(math.log(fit.flops), 1)): fit for fit in results.fits()}
-    for number, (kind, rows) in enumerate(kinds.items()):
-        for place, budget in enumerate(results.study.budgets):
-            own = sorted((r for r in rows if r.budget == budget), key=_parameters)
-            if not own:
-                continue
-            color, style = LINES[number % len(LINES)], DASHES[place % len(DASHES)]
-            x, y = [_parameters(row) / 1e6 for row in own], [row.mean() or math.nan for row in own]
-            axes.plot(x, y, MARKERS[place % len(MARKERS)], color=color, markersize=5)
-            record = next(iter(own[0].records.values()))
-            fit = fits.get((kind, round(math.log(float(record["flops"])), 1)))
-            label = f"{kind}, {budget.name}: {min(y):.3f}"
-            if fit is None:
-                axes.plot(x, y, linestyle=style, color=color, linewidth=1.0, label=label)
-            else:
-                grid = [x[0] * (x[-1] / x[0]) ** (i / 60) for i in range(61)]
-                axes.plot(
-                    grid, [fit.at(1e6 * size) for size in grid], linestyle=style, color=color, linewidth=1.0, label=label
-                )
-    axes.set_xscale("log")
-    from matplotlib.ticker import NullFormatter, ScalarFormatter
-
-    axes.xaxis.set_major_formatter(ScalarFormatter())
-    axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.set_xticks(sorted({round(_parameters(row) / 1e6, 1) for row in results.rows if row.records}))
-    axes.tick_params(axis="x", labelsize=7, rotation=45)
-    axes.legend(fontsize=7.5, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.16))
-    title = "Loss over size under equal budgets (lowest beside the name)"
-    plain_axes(axes, title, "parameters without embedding (millions)", "validation loss (nats per token)")
-
-
-def _differences(axes: Any, results: Results) -> None:
-    """Each variant's loss less its baseline's, with the interval and the number beside it."""
-    shown = [row for row in results.rows if row.against is not None]
-    for place, row in enumerate(reversed(shown)):
-        assert row.against is not None
-        color = LINES[0] if row.against.half is not None and abs(row.against.mean) > row.against.half else "0.5"
-        axes.errorbar(
-            row.against.mean, place, xerr=row.against.half, fmt="o", color=color, capsize=3, markersize=4, linewidth=1.2
-        )
-        axes.annotate(
-            gap(row.against), (row.against.mean, place), (0, 5), textcoords="offset points", ha="center", fontsize=7
-        )
-    axes.set_yticks(range(len(shown)), [_label(results, row) for row in reversed(shown)], fontsize=8)
-    axes.set_ylim(-0.6, len(shown) - 0.3)
-    axes.axvline(0.0, color="0.3", linewidth=0.8)
-    axes.margins(x=0.15)  # the numbers beside the outermost points
-    first = results.rows[0].job
-    under = "" if len(results.study.budgets) > 1 else f", {tokens(first.tokens)} tokens"
-    title = f"Loss less that of {results.study.baseline}{under}; 95 %, grey: inside the spread"
-    plain_axes(axes, title, "difference (nats per token); left is better")
-
-
-def _label(results: Results, row: Row) -> str:
-    """A variant, with its budget where there are several."""
-    return row.variant.name if len(results.study.budgets) == 1 else f"{row.variant.name}, {row.budget.name}"
-
-
-def _kind(row: Row) -> str:
-    plan = row.job.shaped.parts.plan
-    return architecture_name(plan.recursions, plan.routing is not None)
-
-
-def _parameters(row: Row) -> int:
-    return row.job.shaped.cost.non_embedding_parameters

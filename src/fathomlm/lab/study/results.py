@@ -34,6 +34,8 @@ SHORT: dict[Verdict, str] = {
     "not resolved at this scale": "open",
     "not run yet": "not run",
 }
+TOUCH = 1.5
+"""Seconds by which runs that follow each other may seem to overlap: the dates of records are whole seconds."""
 Peers = Sequence[Mapping[int, Record]]
 """Finished runs of some variants, by seed."""
 
@@ -209,12 +211,18 @@ def beside_others(records: Iterable[Record]) -> set[tuple[str, str]]:
             found.add(identity(record))
         if record["status"] == "finished":
             end = datetime.fromisoformat(record["date"]).timestamp()
-            spans[identity(record)] = record["environment"]["device"], end - float(record.get("seconds") or 0), end
+            spans[identity(record)] = record["environment"]["device"], end - _seconds_before(record), end
     for one, (device, begin, end) in spans.items():
         others = (span for key, span in spans.items() if key != one and span[0] == device)
-        if any(begin < its_end and its_begin < end for _, its_begin, its_end in others):
+        if any(begin + TOUCH < its_end and its_begin + TOUCH < end for _, its_begin, its_end in others):
             found.add(one)
     return found
+
+
+def _seconds_before(record: Record) -> float:
+    """How long before its end a run began. A branch was trained for `seconds` in all, the plateau of the smaller budget
+    included, which another run made before; records up to 2026-11-19 have only that."""
+    return float(record.get("process_seconds") or record.get("seconds") or 0)
 
 
 def _spread(peers: Peers, metric: str) -> list[BySeed]:

@@ -143,7 +143,7 @@ class TrainingExecutor:
         }
 
     def _finished(self, job: Job, summary: TrainingResult, *, wall: float, steps: int) -> Record:
-        """`wall` and `steps` are what this process took, and did."""
+        """`wall` and `steps` are what this process took, and did; a branch's `seconds` are also those of its plateau."""
         shaped, records = job.shaped, self._records(job)
         checks = [record for record in records if record["kind"] == "validation"]
         trained = [record for record in records if record["kind"] == "train"]
@@ -174,6 +174,7 @@ class TrainingExecutor:
             "memory_gb": max((r["memory_gb"] for r in trained if r.get("memory_gb")), default=None),
             "skipped": summary.skipped,
             "seconds": summary.seconds,
+            "process_seconds": round(wall, 1),
             "overhead_seconds": overhead_of(wall=wall, tokens=steps * shaped.length.tokens_per_step, rate=rate),
         }
         record: Record = strict(found)
