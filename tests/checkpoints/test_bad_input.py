@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+import errno
 import json
 import pickle
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 import fathomlm
+from fathomlm.checkpoints.families import family_for
 from fathomlm.checkpoints.native import save
+from fathomlm.depth import Architecture
 from fathomlm.errors import CheckpointError, FathomError, ModelNotFound, OptionError, UnsupportedModel
 from fathomlm.train.data.tokenizers import byte_tokenizer
 from parity.families import tiny
@@ -248,3 +253,27 @@ def test_a_run_given_as_a_model_names_the_model_in_it(tmp_path):
     (tmp_path / "run" / "last" / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"it is a training run, whose model is .*last"):
         fathomlm.load(tmp_path / "run")
+
+
+def test_weights_that_may_not_be_read_are_not_called_corrupt(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = Path.open
+
+    def refuse(path: Path, *how: Any, **more: Any) -> Any:
+        if path.suffix == ".safetensors":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return opened(path, *how, **more)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(CheckpointError, match=r"cannot read .*model\.safetensors: Permission denied"):
+        fathomlm.load(copy)
+
+
+def test_a_family_that_nobody_knows_is_an_error() -> None:
+    architecture = dataclasses.replace(
+        Architecture(
+            family="llama", layers=1, hidden=8, intermediate=8, heads=1, kv_heads=1, head_dim=8, vocab=8, context=8
+        ),
+        family="foo",
+    )
+    with pytest.raises(UnsupportedModel, match="family 'foo'"):
+        family_for(architecture)

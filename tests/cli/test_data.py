@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import shutil
 import signal
 import time
 from functools import partial
@@ -131,3 +132,10 @@ def test_an_interrupt_keeps_what_is_finished(tmp_path, wait, start_python):
     else:
         assert "nothing was kept" in said
         assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+def test_a_corpus_without_its_tokenizer_is_not_whole(text, tmp_path, capsys, mistake):
+    out = tmp_path / "out"
+    run(capsys, "prepare", text, out, "--tokenizer", "bytes")
+    shutil.rmtree(out / "tokenizer")
+    assert "tokenizer" in mistake("check", str(out))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,18 @@ def test_the_table_and_what_to_try_next(small_preset: Path, capsys: pytest.Captu
     assert f"fathomlm export kept/{NAME}-cycle2-lora64 plain-model" in captured.out
     assert "is there already" in captured.err, "the second time it is not converted again"
     assert [path.name for path in Path("kept").iterdir()] == [f"{NAME}-cycle2-lora64"]
+
+
+def test_a_model_of_the_same_name_is_not_compared_with_what_another_one_became(
+    tmp_path: Path, plain_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for place in ("a", "b"):
+        shutil.copytree(plain_dir, tmp_path / place / "tiny")
+    words = ["--tokens", "2", "--out", str(tmp_path / "kept")]
+    assert main(["demo", str(tmp_path / "a" / "tiny"), *words]) == 0
+    capsys.readouterr()
+    assert main(["demo", str(tmp_path / "b" / "tiny"), *words]) == 2
+    assert "was made from another model" in capsys.readouterr().err
 
 
 def test_where_a_model_is_packaged_smollm2_is_still_compared_when_named(

@@ -256,3 +256,11 @@ def test_help_names_the_kinds_and_loads_nothing(capsys: pytest.CaptureFixture[st
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     allowed = [f"fathomlm.lab.evaluate.{name}" for name in ("judge_client", "options")]  # a judge has options of its own
     assert done.stdout.strip() == str(allowed)
+
+
+def test_files_of_one_name_are_refused(data: Path, tmp_path: Path, mistake: Callable[..., str]) -> None:
+    """Not the last one of them scored without a word."""
+    (tmp_path / "other").mkdir()
+    write_jsonl(tmp_path / "other" / "arc_easy.jsonl", QUESTIONS)
+    both = f"{data / 'arc_easy.jsonl'},{tmp_path / 'other' / 'arc_easy.jsonl'}"
+    assert "are both called 'arc_easy'" in mistake("--tasks", both)

@@ -297,6 +297,8 @@ def test_a_budget_compares_plans_that_fit(capsys: pytest.CaptureFixture[str]) ->
     found = {each["options"]: each for each in json.loads(capsys.readouterr().out)["candidates"]}
     assert max(each["bytes_share"] for each in found.values()) <= 0.61
     assert "--drop 15" in found, "one layer more would not fit"
+    assert found["--drop 15"]["relative_kv"] == 0.5, "against the model as it is, as the table has it"
+    assert 0.45 < found["--drop 15"]["relative_flops"] < 0.75
     assert found["--recursions 2"]["layout"] == "15"
     lora = next(options for options in found if "--recursions 3 --relax lora" in options)
     narrow = [options for options in found if "--neurons" in options]
@@ -338,6 +340,7 @@ def test_fewer_tokens_leave_more_of_a_budget(capsys: pytest.CaptureFixture[str])
         (["--vocab", "49153"], "--vocab must be <= the model's vocabulary of 49,152, got 49153"),
         (["--vocab", "49153", "--budget", "0.6"], "--vocab must be <= the model's vocabulary of 49,152, got 49153"),
         (["--budget", "0.6", "--recursions", "2"], "--budget compares plans of its own"),
+        (["--budget", "0.6", "--tokens", "20B"], "--budget compares plans of its own"),
         (["--budget", "0.1"], "no plan has 10% of the bytes: the embeddings alone are 21%"),
         (["--drop", "30"], "drop must be between 0 and 29"),
         (["--drop", "2", "--neurons", "8", "--recursions", "2"], "--neurons cannot be combined with"),

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
-from fathomlm.cli.main import share_cores
+from fathomlm.cli.main import main, share_cores
 
 
 @pytest.mark.parametrize(
@@ -23,3 +26,29 @@ def test_threads_that_wait_sleep_unless_told_otherwise(
         monkeypatch.setenv(name, value)
     share_cores()
     assert os.environ.get("GOMP_SPINCOUNT") == spins
+
+
+def test_a_name_that_is_too_long_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """Such as a prompt in place of a model."""
+    assert main(["inspect", "Once upon a time " * 30]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("fathomlm: Once upon a time")
+    assert said.count("\n") == 1
+    assert len(said) < 120
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_output_that_cannot_be_written_is_one_line() -> None:
+    command = [sys.executable, "-m", "fathomlm", "inspect", "smollm2-135m", "--json"]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (2, "fathomlm: cannot write the output: No space left on device\n")
+
+
+@pytest.mark.parametrize("command", [["generate", "fathom-mor-23m", "-p", "-"], ["chat", "fathom-mor-23m"]])
+def test_a_closed_standard_input_is_one_line(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    assert main(command) == 2
+    assert capsys.readouterr().err == "fathomlm: standard input is closed\n"

@@ -35,7 +35,7 @@ from fathomlm.checkpoints.measured_model import MeasuredModel
 from fathomlm.checkpoints.resolve import plain_base
 from fathomlm.checkpoints.tying import CALIBRATION_TOKENS
 from fathomlm.depth import DepthPlan
-from fathomlm.errors import CheckpointError, DataError, OptionError
+from fathomlm.errors import CheckpointError, DataError, OptionError, is_int, require
 from fathomlm.model.attention_mask import TokenBatch, full_masks
 from fathomlm.model.hub import FathomForCausalLM
 from fathomlm.model.seq2seq import FathomModel
@@ -114,6 +114,7 @@ def token_rows(texts: Iterable[str], base: BaseCheckpoint, tokens: int = CALIBRA
         found += [*tokenizer(text, add_special_tokens=False)["input_ids"], *separator]
         if len(found) >= tokens:
             break
+    require(is_int(tokens) and tokens >= 1, "tokens", "an integer of at least 1", tokens)
     length = min(ROW, base.architecture.context, tokens)
     rows = torch.tensor(found[:tokens])[: len(found[:tokens]) // length * length].view(-1, length)
     if not len(rows):

@@ -97,10 +97,14 @@ class Shards:
 
     def _open(self, file: str) -> Any:
         if file not in self._files:
+            path = self.directory / file
             try:
-                self._files[file] = safe_open(str(self.directory / file), framework="pt")
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{self.directory / file} is corrupt or truncated ({error})") from error
+                path.open("rb").close()  # the library says of every file that it cannot open that there is none
+                self._files[file] = safe_open(str(path), framework="pt")
+            except OSError as error:
+                raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
+            except SafetensorError as error:
+                raise CheckpointError(f"{path} is corrupt or truncated ({error})") from error
         return self._files[file]
 
 

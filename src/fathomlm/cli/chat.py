@@ -16,7 +16,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from fathomlm.checkpoints.writing import whole_file
-from fathomlm.cli.common import ModelOptions, QuantizeOptions
+from fathomlm.cli.common import ModelOptions, QuantizeOptions, check_input
 from fathomlm.cli.decoding import DecodeOptions, DepthOptions, MessageOptions, ReferenceOptions
 from fathomlm.cli.first import check_new_file
 from fathomlm.decode.exiting import Exiting
@@ -56,6 +56,7 @@ class Chat(QuantizeOptions, ModelOptions, ReferenceOptions):
 
     def run(self) -> int:
         exiting, pack = self.decoding.settle(self.model, self.depth)
+        check_input()
         interactive = sys.stdin.isatty()
         model = self.load(**pack)
         how = (model, self.depth.control(self.model, model, self.sampling.seed or 0), exiting)

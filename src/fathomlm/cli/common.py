@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -210,6 +211,12 @@ class ExitPackOptions:
     def __post_init__(self) -> None:
         if self.any_base and self.exits is None:
             raise OptionError("--any-base requires --exits")
+
+
+def check_input() -> None:
+    """Refuse to read a standard input that was closed (`<&-`)."""
+    if sys.stdin is None:
+        raise OptionError("standard input is closed")
 
 
 def read_text(path: Path) -> str:

@@ -83,6 +83,7 @@ class Check(JsonOptions):
         corpus = Corpus.open(self.corpus)
         with progress_bar("checking", unit="shards") as update:
             corpus.verify(update)
+        corpus.load_tokenizer()  # beside the shards, and without a checksum
         if self.json:
             print(json.dumps({**_record(corpus), "whole": True}))
         else:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fathomlm.cli.common import JsonOptions, ModelOptions, QuantizeOptions, read_text
+from fathomlm.cli.common import JsonOptions, ModelOptions, QuantizeOptions, check_input, read_text
 from fathomlm.cli.decoding import DecodeOptions, DepthOptions, MessageOptions, ReferenceOptions, exit_record, exit_statistic
 from fathomlm.cli.display import progress_bar
 from fathomlm.decode.sampling import Sampling
@@ -106,6 +106,7 @@ def _read_prompts(options: Generate) -> list[str]:
 
 
 def _read_input() -> str:
+    check_input()
     try:
         return sys.stdin.read().removesuffix("\n")
     except UnicodeDecodeError as error:

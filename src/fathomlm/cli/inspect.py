@@ -79,21 +79,11 @@ class Inspect(JsonOptions):
         if self.kv is not None:
             plan = plan.with_kv(self.kv)
         tokens = self.tokens
-        counted = cost.count(
-            architecture,
-            plan,
-            relaxation=relaxation,
-            tokens=tokens,
-            context=self.context,
-        )
+        counted = cost.count(architecture, plan, relaxation=relaxation, tokens=tokens, context=self.context)
         layers = plan.base_layers if self.drop is None else whole.layers
         base = cost.count(whole, DepthPlan.vanilla(layers), tokens=tokens, context=self.context)
         if self.drop is not None:
-            counted = dataclasses.replace(
-                counted,
-                relative_flops=counted.forward_flops_per_token / base.forward_flops_per_token,
-                relative_kv=counted.kv_bytes_per_token / base.kv_bytes_per_token,
-            )
+            counted = _relative_to(counted, base)
         exits = _exit_parameters(self.model, architecture, plan)
         if self.json:
             about = {
@@ -140,16 +130,19 @@ def _compare(options: Inspect, architecture: Architecture, whole: Architecture, 
 
     assert options.budget is not None
     planned = options.plan.recursions or options.plan.resize or options.relaxation != RelaxOptions()
-    if planned or options.router or options.kv or options.drop is not None:
+    if planned or options.router or options.kv or options.drop is not None or options.tokens is not None:
         raise OptionError(
-            "--budget compares plans of its own; it can be combined with --sharing, --context, --tokens and --vocab only"
+            "--budget compares plans of its own; it can be combined with --sharing, --context and --vocab only"
         )
     if plan is not None and plan.recursions > 1:
         raise OptionError(f"--budget requires a plain model; {options.model} is recursive already")
     found = candidates(architecture, options.budget, options.plan.sharing or "cycle", options.context, whole=whole)
     base = cost.count(whole, DepthPlan.vanilla(whole.layers), context=options.context)
     if options.json:
-        rows = [{"options": each.options, **each.cost.to_dict(), "bytes_share": each.share(base)} for each in found]
+        rows = [
+            {"options": each.options, **_relative_to(each.cost, base).to_dict(), "bytes_share": each.share(base)}
+            for each in found
+        ]
         print(json.dumps({"model": options.model, "budget": options.budget, "candidates": rows}))
         return 0
     table = [["fathomlm convert ...", "layers", "run", "bytes", "FLOPs", "KV"]]
@@ -169,6 +162,15 @@ def _compare(options: Inspect, architecture: Architecture, whole: Architecture, 
         caption += " Trim the vocabulary first (--vocab), then convert the result."
     print_table(table, title, caption=caption, dense=True)
     return 0
+
+
+def _relative_to(counted: cost.Cost, base: cost.Cost) -> cost.Cost:
+    """With its shares of a base that has other layers than the plan."""
+    return dataclasses.replace(
+        counted,
+        relative_flops=counted.forward_flops_per_token / base.forward_flops_per_token,
+        relative_kv=counted.kv_bytes_per_token / base.kv_bytes_per_token,
+    )
 
 
 def _exit_parameters(model: str, architecture: Architecture, plan: DepthPlan) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import atexit
 import difflib
+import errno
 import importlib
 import inspect
 import os
@@ -319,10 +320,24 @@ def _exit_code(argv: Sequence[str] | None) -> int:
             raise
         print(f"fathomlm: cannot access {error.filename}: {error.strerror}", file=sys.stderr)
         return 2
-    except BrokenPipeError:
-        # The reader went away (`fathomlm inspect ... | head`); keep Python from complaining again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader went away (`fathomlm inspect ... | head`)
+        _drop_output()
         return 0
+    except OSError as error:
+        if error.errno in (errno.ENAMETOOLONG, errno.ELOOP) and error.filename is not None:
+            name = os.fsdecode(error.filename)
+            print(f"fathomlm: {name[:60]}{'...' * (len(name) > 60)}: {error.strerror}", file=sys.stderr)
+            return 2
+        if error.errno == errno.ENOSPC and error.filename is None:
+            _drop_output()
+            print(f"fathomlm: cannot write the output: {error.strerror}", file=sys.stderr)
+            return 2
+        raise
+
+
+def _drop_output() -> None:
+    """Keep Python from complaining again at exit that standard output cannot be written."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(argv: Sequence[str] | None) -> int:

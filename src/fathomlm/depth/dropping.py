@@ -21,7 +21,7 @@ from fathomlm.depth.architecture import Architecture
 from fathomlm.depth.bounds import check_size
 from fathomlm.depth.plan import DepthPlan
 from fathomlm.depth.sharing import spread
-from fathomlm.errors import OptionError, nearest
+from fathomlm.errors import OptionError, nearest, require
 from fathomlm.options import option
 
 
@@ -123,6 +123,7 @@ def kept_layers(
     """The layers that stay where `drop` of them go: by influence where that was measured, stepwise otherwise."""
     if by is None:
         by = "influence" if influence else "stepwise"
+    require(isinstance(by, str), "by", "a way such as 'influence', or layers such as '3,4,5'", by)
     check_by("by", by)
     if not 0 <= drop < layers:
         raise OptionError(f"drop must be between 0 and {layers - 1}, one less than the model's {layers} layers; got {drop}")

@@ -312,7 +312,7 @@ class Recipe:
     name: str = "run"
     out: str | None = None
     """The run's directory (runs/NAME)."""
-    seed: int = option(0, ge=0)
+    seed: int = option(0, ge=0, le=2**63 - 1)
     model: ModelRecipe = field(default_factory=ModelRecipe)
     data: DataRecipe = field(default_factory=DataRecipe)
     budget: BudgetRecipe = field(default_factory=BudgetRecipe)

@@ -19,7 +19,7 @@ from fathomlm.checkpoints.families import (
 )
 from fathomlm.checkpoints.families.shared import Family
 from fathomlm.depth import Architecture, DepthPlan
-from fathomlm.errors import UnsupportedModel
+from fathomlm.errors import UnsupportedModel, choices
 from fathomlm.fields import shown
 
 FAMILIES: dict[str, Family] = {
@@ -46,7 +46,10 @@ SEQ2SEQ: dict[str, Family] = {"t5": t5.T5, "mt5": t5.MT5, "longt5": t5.LONGT5}
 
 def family_for(architecture: Architecture, plan: DepthPlan | None = None) -> Family:
     """The family of an architecture, with the names that its layers' tensors have; `plan` for formats that divide them."""
-    family = (FAMILIES | SEQ2SEQ)[architecture.family]
+    known = FAMILIES | SEQ2SEQ
+    if architecture.family not in known:
+        raise UnsupportedModel(choices("family", architecture.family, known))
+    family = known[architecture.family]
     if family.variant is not None and plan is not None:
         return family.variant(family, architecture, plan)
     if architecture.gated or family.ungated_names is None:

@@ -65,7 +65,7 @@ class PlotOptions:
     )
     smooth: float | None = option(
         None, ge=0, le=0.99, metavar="F", default_text="by length",
-        help="smoothing of the curves, from 0 (none) to 1",
+        help="smoothing of the curves, from 0 (none) to 0.99",
     )  # fmt: skip
     """None lets the mean reach over about a fortieth of the run, so that a short run is not drawn above where it is."""
     logy: bool = option(False, help="logarithmic vertical axis")

@@ -71,7 +71,10 @@ def _find(options: Tasks) -> TaskSelection:
     hub, missing = [], []
     for name in dict.fromkeys(task for typed in names for task in members(typed)):
         if NAMES.search(name):
-            files[stem(Path(name))] = Path(name).expanduser()
+            given, task = Path(name).expanduser(), stem(Path(name))
+            if files.get(task, given) != given:
+                raise OptionError(f"--tasks: {files[task]} and {given} are both called '{task}'; rename one of the files")
+            files[task] = given
         elif options.data is None:
             hub.append(name)
         elif (path := find_file(options.data, name)) is not None:

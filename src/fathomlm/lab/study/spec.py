@@ -208,7 +208,7 @@ def build_study(values: Values, where: str) -> Study:
     seeds = values["seeds"]
     if (
         not isinstance(seeds, list)
-        or not all(type(seed) is int and seed >= 0 for seed in seeds)
+        or not all(type(seed) is int and 0 <= seed < 2**63 for seed in seeds)
         or len({*seeds}) < len(seeds)
     ):
         raise OptionError(f"{where}: seeds must be a list of different integers such as [0, 1], got {seeds!r}")

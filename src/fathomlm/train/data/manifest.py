@@ -139,7 +139,9 @@ class Manifest:
         except FileNotFoundError as error:
             what = f"{directory} is not a corpus (no {FILE})" if directory.exists() else f"{directory} does not exist"
             raise DataError(f"{what}; `fathomlm data prepare` makes one") from error
-        except (OSError, DataError) as error:
+        except OSError as error:
+            raise DataError(f"cannot read {path}: {error.strerror}") from error
+        except DataError as error:
             raise DataError(f"{error}; prepare the corpus again with --force") from error
         if record.get("version") not in READS:
             found, known = shown(record.get("version")), " and ".join(map(str, READS))
