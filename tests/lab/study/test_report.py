@@ -195,3 +195,11 @@ def test_an_unknown_variant_is_one_line(corpus: Path, tmp_path: Path, capsys: py
     words = ["study", "run", "tiny", "--corpus", str(corpus), "--ledger", str(tmp_path), "--only", "moor"]
     assert main(words) == 2
     assert "--only moor matches no run; variants: plain, recursive, mor" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["status"], ["show", "tiny"]])
+def test_a_ledger_that_was_mistyped_is_not_an_empty_one(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["study", *words, "--ledger", str(tmp_path / "ledgr")]) == 2
+    assert "there is no ledger" in capsys.readouterr().err

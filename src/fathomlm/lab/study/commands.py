@@ -13,7 +13,9 @@ from fathomlm.lab.common import optional
 from fathomlm.lab.study.jobs import Place, jobs_of, started
 from fathomlm.lab.study.ledger import Ledger
 from fathomlm.lab.study.options import (
+    LEDGER,
     WORK,
+    LedgerOptions,
     Report,
     RunStudy,
     ShowStudy,
@@ -31,7 +33,7 @@ from fathomlm.train.setup import check_vocab
 def run_show(options: ShowStudy) -> int:
     study = read_studies([options.name])[0]
     place = open_place(options.corpus)
-    known = Ledger(options.ledger).standing(place.corpus_checksum)
+    known = ledger_of(options).standing(place.corpus_checksum)
     rows = []
     for job in jobs_of(study, place):
         record = known.get(job.fingerprint)
@@ -72,7 +74,7 @@ def run_show(options: ShowStudy) -> int:
 def run_status(options: StudyStatus) -> int:
     studies = read_studies(options.names)
     place = open_place(options.corpus)
-    known = {mark: one["status"] for mark, one in Ledger(options.ledger).standing(place.corpus_checksum).items()}
+    known = {mark: one["status"] for mark, one in ledger_of(options).standing(place.corpus_checksum).items()}
     header = ["study", "runs", "finished", "failed", "left", *([] if options.corpus is None else ["beyond"])]
     rows: list[dict[str, Any]] = []
     for study in studies:
@@ -137,6 +139,13 @@ def run_queue(options: RunStudy) -> int:
             )
     options.answer(outcome.to_dict() | {"ledger": str(options.ledger)}, lambda found: _show(found, options.keep))
     return 2 if outcome.interrupted else 1 if outcome.failed else 0
+
+
+def ledger_of(options: LedgerOptions) -> Ledger:
+    """The ledger to read. One that was named is there; the default one need not be."""
+    if options.ledger != LEDGER and not options.ledger.is_dir():
+        raise DataError(f"there is no ledger {options.ledger}; `fathomlm study run --ledger {options.ledger}` makes one")
+    return Ledger(options.ledger)
 
 
 def open_place(corpus: Path | None, work: Path = WORK, device: str = "auto") -> Place:

@@ -10,6 +10,7 @@ from fathomlm.cli.first import check_device
 from fathomlm.options import like, option
 
 WORK = Path("runs/study")
+LEDGER = Path("benchmarks/results/study")
 NAME = "shipped study (see: fathomlm study list) or YAML file"
 
 
@@ -29,7 +30,7 @@ def check_run_device(device: str) -> None:
 class LedgerOptions(JsonOptions):
     """What the kinds share."""
 
-    ledger: Path = option(Path("benchmarks/results/study"), metavar="DIR", help="directory of STUDY.json files")
+    ledger: Path = option(LEDGER, metavar="DIR", help="directory of STUDY.json files")
 
 
 @dataclass(frozen=True, kw_only=True)
