@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fathomlm.checkpoints import convert as converting
 from fathomlm.checkpoints import locate, resolve
@@ -25,7 +26,6 @@ NAME = "smollm2-135m"
 @pytest.fixture(scope="module")
 def plain_dir(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A plain model of three layers: an odd number, which two recursions do not divide."""
-    import torch
 
     shape = {"layers": 3, "hidden": 32, "intermediate": 48, "heads": 4, "kv_heads": 2, "head_dim": 8, "context": 256}
     architecture = Architecture(family="llama", vocab=len(tiny_tokenizer), tied_embeddings=True, **shape)
@@ -76,6 +76,10 @@ def test_a_model_of_the_same_name_is_not_compared_with_what_another_one_became(
 ) -> None:
     for place in ("a", "b"):
         shutil.copytree(plain_dir, tmp_path / place / "tiny")
+    other = resolve.load(plain_dir)
+    with torch.no_grad():
+        other.decoder.embed.weight.mul_(-1.0)
+    save(other, tmp_path / "b" / "tiny", force=True)
     words = ["--tokens", "2", "--out", str(tmp_path / "kept")]
     assert main(["demo", str(tmp_path / "a" / "tiny"), *words]) == 0
     capsys.readouterr()

@@ -105,6 +105,7 @@ class Activations:
 def token_rows(texts: Iterable[str], base: BaseCheckpoint, tokens: int = CALIBRATION_TOKENS) -> Tensor:
     """Rows (N, T) of about so many tokens, at most, from texts in their order: joined with the end token, and cut. No more
     text is read than is needed."""
+    require(is_int(tokens) and tokens >= 1, "tokens", "an integer of at least 1", tokens)
     tokenizer = base.tokenizer()
     if tokenizer is None:
         raise OptionError("calibration text requires a tokenizer, and the model has none")
@@ -114,7 +115,6 @@ def token_rows(texts: Iterable[str], base: BaseCheckpoint, tokens: int = CALIBRA
         found += [*tokenizer(text, add_special_tokens=False)["input_ids"], *separator]
         if len(found) >= tokens:
             break
-    require(is_int(tokens) and tokens >= 1, "tokens", "an integer of at least 1", tokens)
     length = min(ROW, base.architecture.context, tokens)
     rows = torch.tensor(found[:tokens])[: len(found[:tokens]) // length * length].view(-1, length)
     if not len(rows):

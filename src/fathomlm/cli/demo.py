@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 PROMPT = "Explain in two sentences why the sky is blue."
 OUT = Path("demo")
 MARK = "demo.json"
-"""Beside the converted model: what it was made from."""
+"""Beside the converted model: the sample of the one that it was made from (`BaseSample`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +81,7 @@ def _compare(options: Demo) -> int:
     log(f"     {path}")
     base = decoder_only(load(path, dtype="float32"), "the demo")
     small_dir = (options.out or OUT) / f"{model_name(options.model)}-cycle2-lora64"
-    _make_recursive(base, small_dir, path)
+    _make_recursive(base, small_dir)
     small = decoder_only(load(small_dir, dtype="float32"), "the demo")
     log(f"3/3  the same question to both, {options.tokens} tokens each, greedy")
     columns = [
@@ -97,16 +97,17 @@ def _compare(options: Demo) -> int:
     return 0
 
 
-def _make_recursive(base: FathomForCausalLM, out: Path, source: Path) -> None:
+def _make_recursive(base: FathomForCausalLM, out: Path) -> None:
     """The base looped twice, unless an earlier demo left it there."""
+    from fathomlm.checkpoints.base_sample import BaseSample
     from fathomlm.checkpoints.convert import convert
     from fathomlm.checkpoints.native import save
+    from fathomlm.checkpoints.writing import whole_file
 
-    files = source.rglob("*") if source.is_dir() else [source]
-    mark = json.dumps({"source": str(source.resolve()), "changed": max(file.stat().st_mtime_ns for file in files)})
+    mark = json.dumps(BaseSample.of(base.decoder).to_dict())
     if (out / "config.json").is_file():
         if not (out / MARK).is_file() or read_text(out / MARK) != mark:
-            raise OptionError(f"{out} was made from another model, or before that changed; delete it, or give another --out")
+            raise OptionError(f"{out} was made from another model; delete it, or give another --out")
         log(f"2/3  {out} is there already (delete it to convert again)")
         return
     layers = base.architecture.layers
@@ -118,7 +119,8 @@ def _make_recursive(base: FathomForCausalLM, out: Path, source: Path) -> None:
             on_layer=update,
         )  # fmt: skip
     save(small, out)
-    (out / MARK).write_text(mark, encoding="utf-8")
+    with whole_file(out / MARK) as temporary:
+        temporary.write_text(mark, encoding="utf-8")
 
 
 def _measure(model: FathomForCausalLM, name: str, path: Path, disk_format: str, options: Demo) -> ModelFigures:

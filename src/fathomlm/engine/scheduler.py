@@ -110,8 +110,8 @@ class Scheduler:
         size = self.page_manager.page_size
         firsts = [chunk.first - chunk.first % size for chunk in chunks]
         pages = {sequence.page(first, size) for sequence, first in zip(sequences, firsts, strict=True)}
-        next_ones = islice(self._queue.values(), len(self._free_slots))
-        return any(waiting.page(first, size) in pages for waiting in next_ones for first in set(firsts))
+        next_ones, distinct = islice(self._queue.values(), len(self._free_slots)), set(firsts)
+        return any(waiting.page(first, size) in pages for waiting in next_ones for first in distinct)
 
     @property
     def lookahead(self) -> int:

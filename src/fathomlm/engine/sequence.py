@@ -107,13 +107,17 @@ class Sequence:
     @property
     def keys(self) -> tuple[int, ...]:
         """What the prefix cache knows it by: sequences share a prefix only with those whose depth was limited alike."""
-        limit, known = self.request.max_depth, self.prompt if self.replays else self.known
+        limit, known = self.request.max_depth, self._cacheable
         return known if not limit else tuple(token + limit * 2**40 for token in known)
 
     def page(self, first: int, size: int) -> tuple[int | None, int, tuple[int, ...]]:
         """What tells so many of its tokens from those of others at the same place: `keys` of a part."""
-        known = self.known if self.tokens else self.prompt
-        return self.request.max_depth, first, known[first : first + size]
+        return self.request.max_depth, first, self._cacheable[first : first + size]
+
+    @property
+    def _cacheable(self) -> tuple[int, ...]:
+        """The tokens whose entries other sequences may share."""
+        return self.prompt if self.replays or not self.tokens else self.known
 
     def shared_entries(self, entries: int) -> int:
         """How many of its first entries other sequences may share."""

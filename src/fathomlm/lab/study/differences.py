@@ -28,6 +28,7 @@ LEAST_FREEDOM = 4
 """Degrees of freedom below which no difference is called. With four a spread is known within a factor of three, with two
 within one of six (95 %), and it is mostly that of other variants than those that are compared."""
 Verdict = Literal["confirmed", "refuted", "not resolved at this scale", "not run yet"]
+DECIDED: tuple[Verdict, ...] = ("confirmed", "refuted")
 BySeed = Mapping[int, float]
 """A metric of one variant by seed."""
 

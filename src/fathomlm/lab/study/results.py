@@ -14,7 +14,7 @@ from statistics import fmean
 from typing import Any
 
 from fathomlm.lab.analyze.scaling import FinishedRun, ScalingFit, architecture_name, fit_runs
-from fathomlm.lab.study.differences import LEVEL, BySeed, Difference, Verdict, decide, difference, holm, p_value
+from fathomlm.lab.study.differences import DECIDED, LEVEL, BySeed, Difference, Verdict, decide, difference, holm, p_value
 from fathomlm.lab.study.jobs import Job, Place, jobs_of
 from fathomlm.lab.study.ledger import Record, fingerprint, identity
 from fathomlm.lab.study.scores import counted
@@ -86,7 +86,7 @@ class Judged:
 
     @property
     def decided(self) -> bool:
-        return self.verdict in ("confirmed", "refuted")
+        return self.verdict in DECIDED
 
     @property
     def remains(self) -> bool:

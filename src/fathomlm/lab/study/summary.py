@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from fathomlm.lab.study.differences import Verdict, gap
+from fathomlm.lab.study.differences import DECIDED, Verdict, gap
 from fathomlm.lab.study.results import SHORT, Judged, Results, overall
 from fathomlm.lab.study.spec import Claim, Study
 
@@ -41,9 +41,13 @@ class JudgedClaim:
         return Counter(each.verdict for each in self.judged)
 
     @property
+    def decided(self) -> bool:
+        return self.verdict in DECIDED
+
+    @property
     def remains(self) -> bool:
         """Whether its verdict is the same where all comparisons of its study are tested together."""
-        return self.verdict in ("confirmed", "refuted") and all(each.remains for each in self.judged)
+        return self.decided and all(each.remains for each in self.judged)
 
     @property
     def decided_in_some(self) -> bool:
@@ -97,8 +101,7 @@ def summary(results: Sequence[Results]) -> list[str]:
 
 def _many(outcomes: Sequence[JudgedClaim]) -> str:
     counts = Counter(outcome.verdict for outcome in outcomes)
-    decided = [each for each in outcomes if each.verdict in ("confirmed", "refuted")]
-    singly = Counter(each.verdict for each in decided if not each.remains)
+    singly = Counter(outcome.verdict for outcome in outcomes if outcome.decided and not outcome.remains)
     told = [f"{counts[verdict]} {verdict}{_only(singly[verdict])}" for verdict in SHORT]
     claims = "claim" if len(outcomes) == 1 else "claims"
     return f"{len(outcomes)} {claims}: {', '.join(told[:-1])}, and {told[-1]}"
