@@ -55,6 +55,15 @@ def test_garbage_safetensors(copy):
         fathomlm.load(copy)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_no_numbers(copy, value):
+    tensors = load_file(copy / "model.safetensors")
+    tensors["model.layers.3.mlp.up_proj.weight"][2, 1] = value
+    save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"NaN or infinite values in 'model\.layers\.3\.mlp\.up_proj\.weight'"):
+        fathomlm.load(copy)
+
+
 def test_missing_tensor(copy):
     tensors = load_file(copy / "model.safetensors")
     del tensors["model.layers.3.mlp.up_proj.weight"]

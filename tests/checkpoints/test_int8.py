@@ -140,7 +140,7 @@ def damaged(stored: Path, name: str, value: torch.Tensor | None) -> Path:
     [
         (torch.ones(60), r"is \(60,\); 'decoder.embed.weight' is \(61, 24\) and requires one scale for each of its rows"),
         (torch.ones(61, 1), r"is \(61, 1\)"),
-        (torch.full((61,), float("nan")), "must hold finite numbers above 0"),
+        (torch.full((61,), float("nan")), r"NaN or infinite values in 'decoder\.embed\.weight\.scale'"),
         (torch.zeros(61), "must hold finite numbers above 0"),
         (torch.ones(61, dtype=torch.int32), "must hold finite numbers above 0"),
         (None, r"no tensor 'decoder\.embed\.weight\.scale'"),

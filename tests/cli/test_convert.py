@@ -89,6 +89,10 @@ def test_an_existing_target_is_left_alone_without_force(plain, tmp_path, capsys)
         assert main([verb, str(plain), str(out)]) == 2
     assert capsys.readouterr().err.count("exists; choose another name, or --force to replace it\n") == 2
     assert (out / "model.safetensors").read_bytes() == before
+    (tmp_path / "file").write_text("mine")
+    assert main(["convert", str(plain), str(tmp_path / "file")]) == 2
+    assert "file exists; choose another name\n" in capsys.readouterr().err, "--force would not replace it"
+    (tmp_path / "file").unlink()
     assert main(["convert", str(plain), str(out), "--recursions", "3", "--force"]) == 0
     assert fathomlm.load(out).plan.recursions == 3
     assert listing(tmp_path) == ["m"]

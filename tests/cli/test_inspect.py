@@ -198,7 +198,7 @@ def test_a_mistyped_sharing_names_the_nearest(mistake):
 def test_layers_that_do_not_divide_name_the_counts_that_do(mistake):
     line = mistake("smollm-360m", "--recursions", "3")
     assert "3 recursions do not divide 32 layers; these do: 1, 2, 4, 8, 16, 32." in line
-    assert "--resize adds 1 (11 looped 3 times, 33 layers in all)" in line
+    assert "--resize (model.resize in a recipe) adds 1 (11 looped 3 times, 33 layers in all)" in line
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from fathomlm.cli.common import read_text
 from fathomlm.cli.main import main, share_cores
 
 
@@ -52,3 +53,27 @@ def test_a_closed_standard_input_is_one_line(
     monkeypatch.setattr(sys, "stdin", None)
     assert main(command) == 2
     assert capsys.readouterr().err == "fathomlm: standard input is closed\n"
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    """`fathomlm study show tiny | head -0`, whose table rich prints."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "fathomlm", "study", "list"]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_text_that_the_terminal_cannot_show_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("a fathom is six feet " * 50)
+    words = ["data", "prepare", "text.txt", "corpus-é", "--tokenizer", "bytes", "--validation-fraction", "0"]
+    command, place = [sys.executable, "-m", "fathomlm", *words], os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, env=place, cwd=tmp_path)
+    assert (done.returncode, done.stdout[:10]) == (0, b"corpus-?: "), done.stderr
+
+
+def test_a_prompt_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text("Once", encoding="utf-8-sig")
+    assert read_text(file) == "Once"

@@ -135,9 +135,10 @@ def test_a_count_that_does_not_divide_names_those_that_do_and_what_resize_makes(
         DepthPlan.build("middle-cycle", 4, 32)
     assert str(caught.value) == (
         "4 recursions do not divide 30 layers (32 less the first and last); these do: 1, 2, 3, 5, 6, 10, 15, 30. "
-        "--resize adds 2 (1+8+1 looped 4 times, 34 layers in all)"
+        "--resize (model.resize in a recipe) adds 2 (1+8+1 looped 4 times, 34 layers in all)"
     )
-    with pytest.raises(PlanError, match=re.escape("these do: 1, 2, 4, 8, 16, 32. --resize adds 1 (11 looped 3 times")):
+    other = "these do: 1, 2, 4, 8, 16, 32. --resize (model.resize in a recipe) adds 1 (11 looped 3 times"
+    with pytest.raises(PlanError, match=re.escape(other)):
         DepthPlan.build("cycle", 3, 32)
 
 

@@ -23,6 +23,7 @@ SHARD_BYTES = 4_000_000_000
 """How large a file may be unless another size is asked for."""
 MAX_INDEX = 32 << 20
 """Of an index; the largest public one has 9 MB."""
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _HEADER = 256
 """More than a file's header says of a tensor beside its name: type, shape and place; and of the file itself."""
 
@@ -50,6 +51,8 @@ class Shards:
             tensor: torch.Tensor = self._open(file).get_tensor(name)
         except SafetensorError as error:
             raise CheckpointError(f"{self.directory / file} is corrupt: cannot read '{name}' ({error})") from error
+        if tensor.dtype in _FLOATS and not bool(tensor.isfinite().all()):
+            raise CheckpointError(f"{self.directory / file} has NaN or infinite values in '{name}'")
         return tensor
 
     def _locate(self) -> dict[str, str]:

@@ -103,18 +103,26 @@ def check_target(out: Path, force: bool, *, what: str = "model directory", sign:
         if not os.access(place, os.W_OK | os.X_OK):
             raise OutputError(f"cannot write {out}: permission denied in {place}")
         return
+    kept = _why_kept(out, what, sign)
     if not force:
-        raise OutputError(f"{out} exists; choose another name, or --force to replace it")
+        raise OutputError(f"{out} exists; choose another name{'' if kept else ', or --force to replace it'}")
+    if kept:
+        raise OutputError(kept)
+
+
+def _why_kept(out: Path, what: str, sign: str) -> str | None:
+    """Why even --force does not replace what is there."""
     if not out.is_dir() or out.is_symlink():
-        raise OutputError(f"{out} is not a directory; --force replaces only a {what}")
+        return f"{out} is not a directory; --force replaces only a {what}"
     if any(out.iterdir()):
         if not (out / sign).is_file():
-            raise OutputError(f"{out} does not look like a {what} (no {sign}); --force will not delete it")
+            return f"{out} does not look like a {what} (no {sign}); --force will not delete it"
         if sign == "config.json" and not _names_model(out / sign):
-            raise OutputError(f"{out} does not look like a {what} (no model_type in {sign}); --force will not delete it")
+            return f"{out} does not look like a {what} (no model_type in {sign}); --force will not delete it"
     if Path.cwd().is_relative_to(out.resolve()):
         which = "is" if Path.cwd() == out.resolve() else "contains"
-        raise OutputError(f"{out} {which} the current directory, which is never replaced; choose another name")
+        return f"{out} {which} the current directory, which is never replaced; choose another name"
+    return None
 
 
 def _names_model(path: Path) -> bool:

@@ -221,7 +221,7 @@ def check_input() -> None:
 
 def read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")  # without the mark that some editors put in front
     except UnicodeDecodeError as error:
         raise OptionError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start})") from error
     except OSError as error:

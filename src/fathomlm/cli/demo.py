@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from fathomlm.cli.common import SOURCE, JsonOptions, read_text
 from fathomlm.cli.decoding import ReferenceOptions
-from fathomlm.cli.display import log, progress_bar
+from fathomlm.cli.display import log, output_console, progress_bar
 from fathomlm.cli.first import check_model
 from fathomlm.errors import OptionError
 from fathomlm.options import option
@@ -166,7 +166,6 @@ def _disk_format(path: Path) -> str:
 
 
 def _show(model: str, columns: list[ModelFigures], out: Path, seconds: float, *, chats: bool) -> None:
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
@@ -189,7 +188,7 @@ def _show(model: str, columns: list[ModelFigures], out: Path, seconds: float, *,
     ]
     for label, value in rows:
         table.add_row(label, *(Text(value(column)) for column in columns))
-    Console().print(table)
+    output_console().print(table)
     print(
         "The recursive model has not been trained yet: tying is a starting point, and its text shows it. At full rank it\n"
         "would compute what the original computes; at rank 64 it needs uptraining (fathomlm train --list).\n"

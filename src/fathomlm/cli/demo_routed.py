@@ -23,7 +23,7 @@ from fathomlm.checkpoints.locate import locate
 from fathomlm.checkpoints.native import directory_bytes
 from fathomlm.checkpoints.resolve import decoder_only, describe, load
 from fathomlm.cli.common import QuantizeOptions
-from fathomlm.cli.display import command_note, label, log, pieces, progress_bar, token_text, visible
+from fathomlm.cli.display import command_note, label, log, output_console, pieces, progress_bar, token_text, visible
 from fathomlm.decode.generation import Generation
 from fathomlm.decode.sampling import Sampling
 from fathomlm.depth import DepthPlan
@@ -115,7 +115,7 @@ def run_routed(source: str, tokens: int, *, as_json: bool, reference: bool = Fal
         print(json.dumps(asdict(figures)))
         return 0
 
-    show(figures, Console())
+    show(figures, output_console())
     return 0
 
 

@@ -97,6 +97,17 @@ Rows = list[list[str]]
 """A table: a header, and rows whose first column is a name."""
 
 
+def output_console() -> Console:
+    """Standard output. A reader that goes away (`| head`) is an error as with `print`; rich would end the process with 1."""
+    from rich.console import Console
+
+    class Output(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError
+
+    return Output()
+
+
 def print_table(
     rows: Sequence[Sequence[str]],
     title: str | None = None,
@@ -108,7 +119,6 @@ def print_table(
     """The first row is the header. The first `text_columns` are aligned to the left, numbers to the right. A `dense` table
     has less space between columns."""
     from rich import box
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
@@ -128,7 +138,7 @@ def print_table(
         table.add_column(name, justify="left" if column < text_columns else "right", overflow="fold", min_width=word)
     for row in rows[1:]:
         table.add_row(*map(Text, row))
-    Console().print(table)
+    output_console().print(table)
 
 
 class ProgressUpdate(Protocol):

@@ -13,6 +13,7 @@ import difflib
 import errno
 import importlib
 import inspect
+import io
 import os
 import signal
 import sys
@@ -290,6 +291,7 @@ def read_command(argv: Sequence[str] | None) -> tuple[Command, Any]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code. Without `argv` the process is for this alone and ends with it: no signal
     interrupts that any more."""
+    _print_any_text()
     answer = interrupt_within(_run)
     signal.signal(signal.SIGTERM, answer)
     share_cores()
@@ -333,6 +335,13 @@ def _exit_code(argv: Sequence[str] | None) -> int:
             print(f"fathomlm: cannot write the output: {error.strerror}", file=sys.stderr)
             return 2
         raise
+
+
+def _print_any_text() -> None:
+    """Where the terminal's encoding lacks a character of the output, a question mark stands for it."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="replace")
 
 
 def _drop_output() -> None:

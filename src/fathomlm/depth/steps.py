@@ -93,5 +93,6 @@ def _does_not_divide(recursions: int, base_layers: int, core: int, ends: tuple[i
     shape = f"{ends[0]}+{more // recursions}+{ends[1]}" if core != base_layers else str(more // recursions)
     return (
         f"{recursions} recursions do not divide {core} layers{apart}; these do: {fits}. "
-        f"--resize adds {total - base_layers} ({shape} looped {recursions} times, {total} layers in all)"
+        f"--resize (model.resize in a recipe) adds {total - base_layers} ({shape} looped {recursions} times, "
+        f"{total} layers in all)"
     )

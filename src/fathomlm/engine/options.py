@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from fathomlm.depth.routing import MOST_BIAS
 from fathomlm.engine.burst_length import BURST, LONGER
 from fathomlm.errors import is_number, require
 from fathomlm.options import check, option
@@ -88,6 +89,9 @@ class EngineOptions:
     def __post_init__(self) -> None:
         check(self)
         require(not self.page_size & (self.page_size - 1), "page_size", "a power of two", self.page_size)
+        require(
+            abs(self.depth_bias) <= MOST_BIAS, "depth_bias", f"between {-MOST_BIAS:g} and {MOST_BIAS:g}", self.depth_bias
+        )
         if self.forced_depths is not None:
             rule = "parts of all tokens that begin with 1, never rise and stay above 0, such as (1.0, 0.6, 0.3)"
             require(_are_parts(self.forced_depths), "forced_depths", rule, self.forced_depths)

@@ -191,6 +191,18 @@ def test_status_of_one_corpus(values: Values, corpus: Path, tmp_path: Path, caps
         assert row == {"study": "small", "runs": 6, "finished": done, "failed": 0, "left": 3 - done, "beyond": 3}
 
 
+def test_status_names_the_studies_of_other_corpora(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without names all studies are looked at, also those that read pairs, or have too few tokens for this corpus."""
+    where = ["--ledger", str(tmp_path), "--corpus", str(corpus)]
+    assert main(["study", "status", "--json", *where]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert "holds tokens, and pairs are required here" in record["not_on_this_corpus"]["free-summary"]
+    assert "tiny" in [row["study"] for row in record["studies"]]
+    assert main(["study", "status", *where]) == 0
+    assert "not on this corpus: " in capsys.readouterr().out
+    assert main(["study", "status", "free-summary", *where]) == 2
+
+
 def test_an_unknown_variant_is_one_line(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["study", "run", "tiny", "--corpus", str(corpus), "--ledger", str(tmp_path), "--only", "moor"]
     assert main(words) == 2

@@ -154,7 +154,7 @@ def test_a_depth_that_the_model_has_not_is_refused(plan: DepthPlan, limit: int) 
         decoder_of(plan)(some_tokens(1, 3), control=DepthControl(max_depth=limit))
 
 
-@pytest.mark.parametrize("bias", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("bias", [float("nan"), float("inf"), -float("inf"), 1e39])
 def test_a_bias_that_is_no_number_is_refused(bias: float) -> None:
     with pytest.raises(OptionError, match="the depth bias must be a number"):
         decoder_of(routed())(some_tokens(1, 3), control=DepthControl(bias=bias))

@@ -29,6 +29,9 @@ from fathomlm.depth.routing.token import TokenChoice
 from fathomlm.errors import OptionError, choices
 from fathomlm.options import check, option
 
+MOST_BIAS = 1e30
+"""Of a depth bias: far beyond any scores, and still a number in float32 when it is multiplied by the recursions."""
+
 ROUTERS: dict[str, RouterKind] = {"expert": ExpertChoice(), "token": TokenChoice()}
 """Every kind of router by its name in options, recipes and files."""
 

@@ -77,17 +77,29 @@ def run_status(options: StudyStatus) -> int:
     known = {mark: one["status"] for mark, one in ledger_of(options).standing(place.corpus_checksum).items()}
     header = ["study", "runs", "finished", "failed", "left", *([] if options.corpus is None else ["beyond"])]
     rows: list[dict[str, Any]] = []
+    others: dict[str, str] = {}
     for study in studies:
-        jobs = jobs_of(study, place)
+        try:
+            jobs = jobs_of(study, place)
+            if place.corpus is not None:
+                check_vocab(place.corpus, jobs[0].shaped.parts.architecture)
+        except DataError as error:  # such as pairs, where the corpus is text
+            if options.names:
+                raise
+            others[study.name] = str(error)
+            continue
         states = [known.get(job.fingerprint, "beyond" if job.beyond else "left") for job in jobs]
         rows.append({"study": study.name, "runs": len(states)} | {state: states.count(state) for state in header[2:]})
     distinct = sum(status == "finished" for status in known.values())
 
     def show(record: dict[str, Any]) -> None:
         print_table([header, *([str(row[key]) for key in header] for row in rows)])
+        if others:
+            print(f"\nnot on this corpus: {', '.join(others)}")
         print(f"\n{distinct} distinct finished runs in {options.ledger}")
 
     record = {"studies": rows, "distinct_finished_runs": distinct, "ledger": str(options.ledger)}
+    record |= {"not_on_this_corpus": others} if options.corpus is not None else {}
     return options.answer(record, show)
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fathomlm.depth import DepthPlan, Routing
+from fathomlm.depth.routing import MOST_BIAS
 from fathomlm.errors import OptionError
 
 
@@ -44,8 +45,8 @@ class DepthControl:
     def check(self, recursions: int) -> None:
         if self.max_depth is not None and not (isinstance(self.max_depth, int) and 1 <= self.max_depth <= recursions):
             raise OptionError(f"max depth must be from 1 to the model's {recursions} recursions, got {self.max_depth}")
-        if not -float("inf") < self.bias < float("inf"):
-            raise OptionError(f"the depth bias must be a number, got {self.bias}")
+        if not abs(self.bias) <= MOST_BIAS:
+            raise OptionError(f"the depth bias must be a number from {-MOST_BIAS:g} to {MOST_BIAS:g}, got {self.bias}")
         if not 0 <= self.start_scale < float("inf"):
             raise OptionError(f"the start scale must be a number >= 0, got {self.start_scale}")
 
