@@ -6,13 +6,15 @@
     python benchmarks/compress_smollm2.py untrained benchmarks/results/compress_smollm2_h200.json --tasks TASKS
     python benchmarks/compress_smollm2.py table benchmarks/results/compress_smollm2_h200.json
 
-The shipped record has the losses of `--studies uptrain uptrain-long compress compress-vocab`. With `--rounds 0`
-nothing is timed: losses are the ledger's, and times those that the record has already, with the environment in which they
-were measured.
+The shipped record has the losses of `--studies uptrain uptrain-exits uptrain-long compress compress-vocab`. With
+`--rounds 0` nothing is timed: losses are the ledger's, and times those that the record has already, with the environment in
+which they were measured.
 
 Losses and tasks are those of the studies' ledger, means over seeds, against the original that was uptrained on as many
-tokens, of several rates the best. Where none was, they are against the original of lowest loss, whatever its tokens, and
-the gap is marked as a least one (`equal_tokens`): the original would have learnt from more tokens, too. `untrained` scores
+tokens, of several rates the best. Where none was, they are against the original of lowest loss, whatever its tokens
+(`equal_tokens`), and the gap is marked: "or more" where the original would have learnt from more tokens, too, "or less"
+where it had more. `in_study` is the comparison with the original of the same study and budget, where there is one: the same
+text, order, schedule and vocabulary. `untrained` scores
 the original as it is, on the same tasks. It is SmolLM2-135M-Instruct in four bits (Q4_1), which all these models start
 from. Bytes are parameters in one number format, LoRA and embeddings included. A model with fewer tokens needs more of them
 for a text; its losses are given per token of the original. Of each kind of model (dropped, narrower, looped, looped + LoRA,
@@ -49,13 +51,14 @@ from fathomlm.engine.request import Request
 from fathomlm.lab.bench.floor import finish
 from fathomlm.lab.bench.models import random_model
 from fathomlm.lab.common import environment
-from fathomlm.lab.study.jobs import Place
+from fathomlm.lab.study.jobs import Place, shape_of, start_of
 from fathomlm.lab.study.ledger import Ledger
 from fathomlm.lab.study.report import results_of
 from fathomlm.lab.study.results import Results, Row
 from fathomlm.lab.study.scores import counted, read_wanted, score
 from fathomlm.lab.study.spec import read_study
 from fathomlm.model.hub import FathomForCausalLM
+from fathomlm.train.recipe import Recipe
 
 Record = dict[str, Any]
 SOURCE = "smollm2-135m"
@@ -92,7 +95,8 @@ def known(row: Row, results: Results) -> Record:
     records = list(row.records.values())
     found: Record = {
         "study": results.study.name, "variant": row.variant.name, "budget": row.budget.name, "kind": kind_of(row),
-        "seeds": sorted(row.records), "layout": f"{shaped.cost.layout} x {plan.recursions}", "tokens": row.job.tokens,
+        "seeds": sorted(row.records), "layout": f"{shaped.cost.layout} x {plan.recursions}",
+        "tokens": row.job.tokens + tokens_before(row.job.shaped.recipe),
         "parameters": records[0]["parameters"] + records[0]["embedding_parameters"],
         "flops_per_token": shaped.cost.forward_flops_per_token,
         "vocab": shaped.parts.architecture.vocab,
@@ -109,6 +113,12 @@ def known(row: Row, results: Results) -> Record:
     return found
 
 
+def tokens_before(recipe: Recipe) -> int:
+    """Of the run that a run starts from, where it continues one."""
+    start = start_of(recipe)
+    return 0 if start is None else shape_of(start, Place(None, Path())).length.tokens
+
+
 def original_of(found: Record, models: Sequence[Record]) -> tuple[Record, bool]:
     """The original that was uptrained on as many tokens but for a batch's, at its best rate; where there is none, the one of
     lowest loss. And whether its tokens are as many."""
@@ -120,7 +130,25 @@ def original_of(found: Record, models: Sequence[Record]) -> tuple[Record, bool]:
 def beside_original(found: Record, models: Sequence[Record]) -> Record:
     """The same compared with its original, and which one that is."""
     original, alike = original_of(found, models)
-    return compare(found, original) | {"original": "/".join(_run_of(original)), "equal_tokens": alike}
+    marks = {"original": "/".join(_run_of(original)), "equal_tokens": alike, "original_tokens": original["tokens"]}
+    return compare(found, original) | marks | in_study(found, models)
+
+
+def in_study(found: Record, models: Sequence[Record]) -> Record:
+    """Against the original of the same study and budget, whose vocabulary, text and schedule are this model's. The gap, too,
+    is per token of the whole vocabulary."""
+    own = [
+        model
+        for model in models
+        if model["kind"].startswith("original") and all(model[name] == found[name] for name in ("study", "budget", "vocab"))
+    ]
+    if not own or found in own:
+        return {}
+    original = min(own, key=lambda model: model["loss"])
+    kept = compare(found, original)
+    gap = round(kept["loss_gap"] * TIMES.get(found["vocab"], 1.0), 4)
+    shares = {name: kept[name] for name in ("lambada_share", "hellaswag_share") if name in kept}
+    return {"in_study": {"original": "/".join(_run_of(original)), "loss_gap": gap} | shares}
 
 
 def compare(found: Record, original: Record) -> Record:
@@ -349,7 +377,8 @@ def _line(*cells: str, outcome: Record) -> str:
     scores = outcome["scores"]
     tasks = (f"{100 * scores[task]:.1f} %" if task in scores else "-" for task in ("lambada_openai", "hellaswag"))
     text = f"{scores['wikitext2_raw']:.2f}" if "wikitext2_raw" in scores else "-"
-    least = "" if outcome.get("equal_tokens", True) else " or more"
+    more = outcome.get("original_tokens", 0) < outcome.get("tokens", 0)
+    least = "" if outcome.get("equal_tokens", True) else " or more" if more else " or less"
     loss = f"{outcome['loss']:.3f}" if "loss" in outcome else "-"
     loss += f" (+{outcome['loss_gap']:.2f}{least})" if outcome.get("loss_gap") else ""
     return f"| {' | '.join((*cells, loss, text, *tasks))} |"

@@ -51,7 +51,7 @@ def test_without_rounds_times_are_those_that_were_measured(tmp_path: Path, monke
     aged = before | {"curve": [{**model, "loss": 9.0} for model in before["curve"] if model["study"] != "compress-vocab"]}
     out.write_text(json.dumps(aged))
     words = ["run", "--rounds", "0", "--out", str(out), "--ledger", str(ROOT / "benchmarks" / "results" / "study")]
-    words += ["--studies", "uptrain", "uptrain-long", "compress", "compress-vocab"]
+    words += ["--studies", "uptrain", "uptrain-exits", "uptrain-long", "compress", "compress-vocab"]
     monkeypatch.setattr(sys, "argv", ["compress_smollm2.py", *words])
     compress_smollm2.main()
     after = json.loads(out.read_text())
@@ -59,7 +59,10 @@ def test_without_rounds_times_are_those_that_were_measured(tmp_path: Path, monke
     assert after["environment"]["device"] == "NVIDIA H200"
     assert after["models"]["dropped"]["tokens_per_s_one_row"] == before["models"]["dropped"]["tokens_per_s_one_row"] > 0
     assert "timed" not in after["models"]["fewer tokens"]
-    assert {model["study"] for model in after["curve"]} == {"uptrain", "uptrain-long", "compress", "compress-vocab"}
+    studies = {"uptrain", "uptrain-exits", "uptrain-long", "compress", "compress-vocab"}
+    assert {model["study"] for model in after["curve"]} == studies
+    exits = after["models"]["looped + exits"]
+    assert exits["tokens"] > 14.9e6, "those of the run that it continues are counted"
     out.unlink()
     compress_smollm2.main()
     assert not any("timed" in model for model in json.loads(out.read_text())["curve"])
@@ -107,6 +110,27 @@ def test_the_original_has_as_many_tokens_or_the_gap_is_a_least_one() -> None:
     assert "| original, not trained |" in rows[2]
     assert rows[2].endswith("| - | - | 31.0 % | - |")
     assert "2.900 (+0.25 or more)" in rows[3]
+    between = made("dropped", 50, 2.95, "50")
+    record["models"] = {"dropped": beside_original(between, [*originals, between])}
+    assert "2.950 (+0.30 or less)" in table(record)
+
+
+def test_a_model_is_also_compared_with_the_original_of_its_own_study() -> None:
+    """Another text and vocabulary move the original, too."""
+    from compress_smollm2 import TIMES, beside_original
+
+    def made(kind: str, vocab: int, loss: float, lambada: float, study: str) -> dict[str, Any]:
+        own = {"kind": kind, "tokens": 100, "study": study, "variant": kind, "budget": "b", "layout": "1 x 1"}
+        return model(vocab, loss, lambada, 3.0, 1000) | own
+
+    whole, cut = made("original", 49_152, 2.6, 0.3, "s"), made("original, fewer tokens", 32_768, 2.7, 0.4, "v")
+    small = made("fewer tokens", 32_768, 2.9, 0.2, "v")
+    models = [whole, cut, small]
+    found = beside_original(small, models)
+    assert (found["original"], found["loss_gap"]) == ("s/original/b", round(2.9 * TIMES[32_768] - 2.6, 4))
+    own = {"original": "v/original, fewer tokens/b", "loss_gap": round(0.2 * TIMES[32_768], 4), "lambada_share": 0.5}
+    assert found["in_study"] == own
+    assert "in_study" not in beside_original(cut, models)
 
 
 def test_the_original_with_fewer_tokens_is_no_smaller_model(tmp_path: Path) -> None:
