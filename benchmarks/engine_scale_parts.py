@@ -287,7 +287,8 @@ def memory_for(model: FathomForCausalLM, rows: int, page_size: int = 16) -> int:
 def prefill(bench: ScaleBench, cell: str) -> None:
     """Prompts alone: each request has one new token, so nearly all of the time is reading. A round warms up, and the median
     of three counts: while a process begins, the compiler's processes take time from the host. From the third round on
-    cached pages of earlier prompts are evicted, as in a server that runs for long. MFU counts two operations for each weight of the layers that a token runs, and nothing of attention, logits or embeddings."""
+    cached pages of earlier prompts are evicted, as in a server that runs for long. MFU counts two operations for each weight
+    of the layers that a token runs, and nothing of attention, logits or embeddings."""
     name, shape = PREFILLS[cell]
     a = bench.shapes[shape]
     prompt, count = PROMPTS[shape]
