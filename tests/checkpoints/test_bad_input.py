@@ -140,6 +140,7 @@ def test_config_without_a_field(copy, key):
         ("num_hidden_layers", -1),
         ("num_key_value_heads", 3),
         ("rms_norm_eps", "small"),
+        ("rms_norm_eps", -1),
         ("vocab_size", [1]),
     ],
 )

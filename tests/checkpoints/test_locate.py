@@ -42,6 +42,8 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("runs/tin", "the hub has no model runs/tin; nor is there a directory runs/tin (did you mean 'runs/tiny'?)"),
         ("owner/name", "the hub has no model owner/name; nor is there a directory owner/name"),
         ("nowhere/at/all", "nowhere/at/all does not exist"),
+        ("", "the model's name is empty"),
+        (" ", "the model's name is empty"),
         ("https://huggingface.co/owner/name", "is a page of the hub; its model is owner/name"),
         ("hf.co/owner/name/tree/main", "is a page of the hub; its model is owner/name"),
     ],

@@ -41,6 +41,19 @@ def test_force_replaces_gguf_files_only(tiny_model_dir: Path, tmp_path: Path, mi
     assert main(list(words)) == 0
 
 
+@pytest.mark.parametrize(
+    ("words", "kind"), [([], "f16"), (["--dtype", "float32"], "f32"), (["--dtype", "bfloat16"], "bf16")]
+)
+def test_matrices_are_stored_as_the_data_type_says(
+    words: list[str], kind: str, tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "m.gguf"
+    assert main(["export", str(tiny_model_dir), str(out), "--json", *words]) == 0
+    assert json.loads(capsys.readouterr().out)["weights"] == kind
+    stored = {tensor.tensor_type.name for tensor in gguf.GGUFReader(out).tensors if len(tensor.shape) == 2}
+    assert stored == {kind.upper()}
+
+
 def test_rows_that_fill_no_block_are_named(tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """48 neurons are no multiple of 32, so what reads them stays in 16 bits; llama.cpp has no other way."""
     for kind, in_16_bits in (("q4_0", ["ffn_down.weight"]), ("f16", [])):

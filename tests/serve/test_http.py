@@ -269,6 +269,24 @@ def test_the_full_depth_for_one_request(server: Running) -> None:
     assert refused["message"] == "fathom.decode must be 'full' on this server, which was not set up for 'parallel'"
 
 
+def test_a_server_on_which_every_token_exits_has_no_full_depth() -> None:
+    with running(build("vanilla"), exiting=exiting("vanilla", "static")) as shallow:
+        assert shallow.http.get("/v1/fathom/status").json()["decode"] == ["static"]
+        body: dict[str, Any] = {"prompt": [5, 9], "temperature": 0, "max_tokens": 3}
+        own = shallow.post("completions", **body, fathom={"depths": True, "decode": "static"}).json()["choices"][0]
+        assert set(own["fathom"]["depths"]) == {exit_layer("vanilla")}
+        refused = error(shallow.post("completions", **body, fathom={"decode": "full"}))
+        assert refused["message"] == "fathom.decode must be 'static' on this server, which was not set up for 'full'"
+
+
+def test_too_many_prompts_are_counted_not_misread(server: Running) -> None:
+    """Of all that a prompt may be, the message is about what this one is."""
+    refused = server.post("completions", **ASKED | {"prompt": ["x"] * 4097})
+    assert refused.status_code == 400
+    assert error(refused)["param"] == "prompt"
+    assert "4096" in error(refused)["message"]
+
+
 def test_the_full_depth_of_a_routed_model_is_what_its_server_allows() -> None:
     model = model_of(routed())
     body: dict[str, Any] = {"prompt": [1, 2, 3], "temperature": 0, "max_tokens": 8}

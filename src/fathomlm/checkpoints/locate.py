@@ -22,10 +22,9 @@ HUB_ID = re.compile(r"(?!\.\.?/)[\w.-]+/[\w.-]+(?<!\.gguf)")
 def locate(source: str | Path, config_only: bool = False) -> Path:
     """Where a source's files are on this machine, fetched if they must be. A path that exists wins over a name, and a
     model that came with the package over a preset."""
-    path = Path(source).expanduser()
+    path, name = _path_and_name(source)
     if path.exists():
         return path
-    name = str(source)
     if (packaged := packaged_path(name)) is not None:
         return packaged
     if name in PRESETS:
@@ -43,7 +42,7 @@ def check_source(source: str | Path, *, shape: bool = False) -> None:
     """Refuse a source that `load` would refuse, as far as names, paths and file kinds say; where only its `shape` is asked
     for, a preset needs no weights. A hub id is looked up on the hub unless its configuration is cached; weights are never
     fetched."""
-    path, name = Path(source).expanduser(), str(source)
+    path, name = _path_and_name(source)
     if path.is_dir():
         check_model_directory(path)
     elif path.exists():
@@ -113,6 +112,14 @@ def _or_a_path(path: Path) -> Iterator[None]:
         yield
     except ModelNotFound as error:
         raise ModelNotFound(f"{error}; nor is there a directory {path}{_near(path)}") from error
+
+
+def _path_and_name(source: str | Path) -> tuple[Path, str]:
+    """An empty name, such as a variable of the shell that is not set, would as a path be the current directory."""
+    name = str(source)
+    if not name.strip():
+        raise ModelNotFound("the model's name is empty; give a preset, a directory, a GGUF file or a hub id (owner/name)")
+    return Path(source).expanduser(), name
 
 
 def _unknown(name: str) -> ModelNotFound:

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from fathomlm.model.seq2seq import FathomModel
     from fathomlm.train.data.sources import DataSource
 
+GGUF_KINDS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+"""How a GGUF file calls data types."""
 EXITS_ONLY = ("exits", "exit_vocab", "exit_vocab_from", "column")
 """Options of --format exits."""
 SHARD = 4 * 10**9
@@ -81,7 +83,7 @@ class Export(DtypeOptions, ForceOptions, JsonOptions):
     quantize: Literal["int8", "f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"] | None = option(
         None,
         help="how to store matrices: int8 (with a scale per output channel) for --format fathom, others for --format gguf",
-        default_text="as they are; f16 in a GGUF file",
+        default_text="as they are; in a GGUF file as --dtype, else f16",
     )
     unroll: bool = option(False, help="--format gguf: a layer for each step, for versions of llama.cpp without loops")
     max_shard_size: int | None = option(
@@ -159,7 +161,8 @@ def _gguf(options: Export) -> int:
     if options.max_shard_size is not None:
         raise OptionError("--max-shard-size cannot be combined with --format gguf, which is one file")
     if options.out.is_dir() or (options.out.exists() and not options.force):
-        raise OptionError(f"{options.out} exists; choose another name" + ("" if options.out.is_dir() else ", or --force"))
+        replaceable = options.out.is_file() and is_gguf(options.out)
+        raise OptionError(f"{options.out} exists; choose another name" + (", or --force" if replaceable else ""))
     if options.out.exists() and not is_gguf(options.out):
         raise OptionError(f"{options.out} is not a GGUF file; --force will not delete it")
 
@@ -169,7 +172,7 @@ def _gguf(options: Export) -> int:
     from fathomlm.depth.cost import BLOCK
 
     model = decoder_only(_load(options), "--format gguf")
-    kind = options.quantize or "f16"
+    kind = options.quantize or GGUF_KINDS.get(options.dtype or "", "f16")
     with progress_bar("exporting") as update:
         found = export_gguf(model, options.out, kind, unroll=options.unroll, on_layer=update)
     left_out = describe_exits(model) if model.plan.exits or model.plan.draft else None

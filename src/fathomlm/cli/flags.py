@@ -20,7 +20,6 @@ from fathomlm.options import (
     OptionField,
     check_required_as,
     check_value,
-    default_of,
     format_number,
     option_fields,
     section_of,
@@ -60,7 +59,10 @@ def add_flags(
                 **inner.defaults,
             )  # fmt: skip
         elif field is not None and field.option.help:
-            _add_flag(target, dataclasses.replace(field, default=defaults.get(name, default_of(cls, name))))
+            if name in defaults:  # what is said of the class's own default is not about this one
+                own = dataclasses.replace(field.option, default_text=None)
+                field = dataclasses.replace(field, default=defaults[name], option=own)
+            _add_flag(target, field)
 
 
 def _order(cls: type) -> list[str]:

@@ -102,7 +102,7 @@ class Architecture:
     tied_embeddings: bool = True
     """Whether the output head is the input embedding."""
     norm: NormKind = "rms"
-    norm_eps: float = option(1e-5)
+    norm_eps: float = option(1e-5, ge=0)
     activation: Activation = "silu"
     gated: bool = True
     """Whether the feed-forward part is down(act(gate(x)) * up(x)); otherwise down(act(up(x)))."""

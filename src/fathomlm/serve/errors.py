@@ -90,7 +90,9 @@ def install(app: FastAPI) -> None:
 
 
 def validation_error(errors: Sequence[Any], body: object) -> ApiError:
-    """One mistake, where it lies deepest (the other alternatives of a field never got that far), with all that would do."""
+    """One mistake, where it lies deepest (the other alternatives of a field never got that far), with all that would do. A
+    list that is too long is one whose items were right as far as it was read."""
+    errors = [error for error in errors if error["type"] == "too_long"] or errors
     paths = [_path(error, body) for error in errors]
     first = max(paths, key=lambda path: 0 if path is None else 1 + path.count(".") + path.count("["))
     there = [error for error, path in zip(errors, paths, strict=True) if path == first]

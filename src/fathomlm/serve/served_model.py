@@ -77,8 +77,11 @@ class ServedModel:
 
     @property
     def decodes(self) -> tuple[str, ...]:
-        """The ways of decoding that a request may choose: to the full depth, and as this engine was built to."""
-        return ("full",) if self.exiting is None else ("full", self.exiting.mode)
+        """The ways of decoding that a request may choose: to the full depth, and as this engine was built to. One whose
+        tokens all exit has no layers behind the exit."""
+        if self.exiting is None:
+            return ("full",)
+        return ("static",) if self.exiting.mode == "static" else ("full", self.exiting.mode)
 
     async def encode(self, prompt: Prompt) -> list[int]:
         """Long prompts take a while; other requests do not wait for them."""

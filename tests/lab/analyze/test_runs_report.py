@@ -75,6 +75,21 @@ def test_runs_are_found_in_a_directory_once_and_told_apart(tmp_path):
     assert [run.name for run in runs] == ["old/tiny", "new/tiny"]
 
 
+def test_a_run_of_a_directory_that_recorded_nothing_is_left_out(tmp_path, capsys):
+    write_run(tmp_path / "good", [5.0])
+    begun = tmp_path / "begun"
+    begun.mkdir()
+    (begun / "metrics.jsonl").write_text("")
+    assert [run.name for run in read_runs([tmp_path])] == ["good"]
+    assert capsys.readouterr().err == f"left out: {begun}/metrics.jsonl holds no record of training yet\n"
+    for named in (begun, begun / "metrics.jsonl"):
+        with pytest.raises(OptionError, match="holds no record of training yet"):
+            read_runs([tmp_path, named])
+    (tmp_path / "good" / "metrics.jsonl").write_text("")
+    with pytest.raises(OptionError, match="holds no record of training yet"):
+        read_runs([tmp_path])
+
+
 def test_smoothing_keeps_the_start_and_a_flat_line():
     assert smooth([5.0, 5.0, 5.0], 0.9) == pytest.approx([5.0, 5.0, 5.0])
     assert smooth([4.0, 2.0], 0.5) == pytest.approx([4.0, (0.25 * 4 + 0.5 * 2) / 0.75])

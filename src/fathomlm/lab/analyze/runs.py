@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fathomlm.cli.display import log
 from fathomlm.errors import OptionError, is_int, is_number
 from fathomlm.train.report import read_records
 
@@ -50,13 +51,28 @@ class RunSummary:
 
 
 def read_runs(paths: Sequence[Path]) -> list[RecordedRun]:
-    """The runs at some paths: directories of runs, runs, or their metrics files. Each has a name of its own."""
-    files: dict[Path, Path] = {}
+    """The runs at some paths: directories of runs, runs, or their metrics files. Each has a name of its own. In a directory
+    of runs one that has recorded nothing yet, or cannot be read, does not keep the others from being looked at."""
+    files: dict[Path, tuple[Path, bool]] = {}
     for path in paths:
         for file in _files(path):
-            files.setdefault(file.resolve(), file)
+            among_others = path not in (file, file.parent)
+            first, before = files.get(file.resolve(), (file, True))
+            files[file.resolve()] = first, among_others and before
     names = _names(list(files))
-    return [_read(file, name) for file, name in zip(files.values(), names, strict=True)]
+    found, left_out = [], []
+    for (file, among_others), name in zip(files.values(), names, strict=True):
+        try:
+            found.append(_read(file, name))
+        except OptionError as error:
+            if not among_others:
+                raise
+            left_out.append(str(error))
+    if not found and left_out:
+        raise OptionError(left_out[0])
+    for why in left_out:
+        log(f"left out: {why}")
+    return found
 
 
 def summarise(run: RecordedRun) -> RunSummary:
