@@ -242,8 +242,10 @@ def _score(row: Row, task: str) -> str:
     found = [counted(record["scores"][task]) for record in row.records.values() if task in record.get("scores", {})]
     if not found:
         return "-"
-    value, error = fmean(value for value, _ in found), found[0][1]
-    return f"{value:.4f}" if error is None else f"{100 * value:.1f} ± {196 * error:.1f}"
+    value, errors = fmean(value for value, _ in found), [error for _, error in found if error is not None]
+    if not errors:
+        return f"{value:.4f}"
+    return f"{100 * value:.1f} ± {196 * fmean(errors):.1f}"  # all seeds answer the same examples, so more are no more sure
 
 
 def claim_table(judged: Sequence[Judged]) -> Rows:
