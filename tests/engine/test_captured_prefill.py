@@ -12,8 +12,8 @@ import torch
 from decode.exit_models import PROMPTS, build, exiting, mixing_threshold
 from fathomlm.decode.full import generate
 from fathomlm.decode.sampling import Sampling
-from fathomlm.depth import Architecture, DepthPlan
-from fathomlm.engine.captured_prefill import SIZES, CapturedPrefill, sizes_for
+from fathomlm.depth import Architecture, DepthPlan, build_routing
+from fathomlm.engine.captured_prefill import LONG_SIZES, SIZES, CapturedPrefill, sizes_for
 from fathomlm.engine.engine import Engine
 from fathomlm.engine.request import Request
 from fathomlm.lab.bench.models import random_model
@@ -77,6 +77,21 @@ def test_wide_layers_and_long_chunks_are_read_as_they_are() -> None:
     assert sizes_for(wide.decoder) == tuple(size for size in SIZES if size <= 256)
     short = CapturedPrefill(lambda batch: None, sizes_for(wide.decoder), captures=False)
     assert [short.size(tokens) for tokens in (1, 64, 65, 256, 257)] == [64, 64, 128, 256, None]
+
+
+@pytest.mark.parametrize(
+    ("intermediate", "sizes"),
+    [(64, (*SIZES, *LONG_SIZES)), (2**20, SIZES[:8])],
+    ids=["narrow", "wide"],
+)
+def test_long_passes_of_narrow_routed_models_are_captured(intermediate: int, sizes: tuple[int, ...]) -> None:
+    """There nobody is asked how many tokens go on, for which the host would wait; wide layers make that too dear."""
+    shape = {"hidden": 64, "intermediate": intermediate, "heads": 2, "kv_heads": 2, "head_dim": 32, "vocab": 64}
+    plan = DepthPlan.build("cycle", 2, 4).with_routing(build_routing("expert", 2)).with_kv("cache")
+    model = random_model(
+        Architecture(family="llama", layers=4, **shape), plan, dtype=torch.bfloat16, device=torch.device("cpu")
+    )
+    assert sizes_for(model.decoder) == sizes
 
 
 def test_layers_in_integers_are_as_wide_as_before() -> None:
