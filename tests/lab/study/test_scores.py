@@ -13,6 +13,7 @@ from fathomlm.cli.main import main
 from fathomlm.errors import DataError, OptionError
 from fathomlm.lab.study.jobs import Place, jobs_of
 from fathomlm.lab.study.ledger import Ledger
+from fathomlm.lab.study.pictures import draw, only_exit
 from fathomlm.lab.study.report import exit_table, results_of, score_table
 from fathomlm.lab.study.results import metric_of
 from fathomlm.lab.study.scores import read_wanted
@@ -118,6 +119,10 @@ def test_exits_start_from_a_kept_run_and_are_scored_where_tokens_leave(
         f"{100 * full['acc']:.1f}", f"{text:.4f}", f"{frozen['scores']['wikitext2']['nats_per_token']:.4f}",
     ]  # fmt: skip
     assert results.judged[0].found is not None
+    assert all(len(record["validation"]) == 1 for record in found), "no curves to be drawn"
+    assert only_exit(results) == "exit_2"
+    draw(results, tmp_path / "leaving.png")
+    assert only_exit(results_of([build_study(values(seeds=[0]), "test")], Ledger(Path("nothing")))[0]) is None
 
 
 @pytest.mark.parametrize(

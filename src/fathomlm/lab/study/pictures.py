@@ -16,6 +16,8 @@ from fathomlm.lab.study.results import Results, Row
 
 LABELS = 0.72
 """Inches that the sizes and the name of their axis take."""
+BESIDE = 8
+"""The most curves whose names find room between them."""
 TICK_APART = 1.05
 """The least ratio of two sizes that are both named on an axis: names that are nearer lie over each other."""
 
@@ -33,6 +35,8 @@ def draw(results: Results, out: Path) -> None:
     left, right = figure.subplots(1, 2)
     if results.over_sizes:
         _sizes(left, results)
+    elif (exit_name := only_exit(results)) is not None:
+        _two_outputs(left, results, exit_name)
     else:
         _curves(left, results)
     _differences(right, results)
@@ -60,9 +64,46 @@ def _curves(axes: Any, results: Results) -> None:
         )  # fmt: skip
     top = max(finals) + max(0.6, 2 * (max(finals) - min(finals)))
     axes.set_ylim(min(finals) - 0.05, min(top, highest + 0.05))
-    axes.legend(fontsize=7.5, ncols=2 if len(finals) > 7 else 1)
+    if len(finals) > BESIDE:
+        _legend_below(axes)
+    else:
+        axes.legend(fontsize=7.5)
     title = "Validation loss, mean over seeds (routed models: causal)"
     plain_axes(axes, title, "tokens seen (millions)", "loss (nats per token)")
+
+
+def only_exit(results: Results) -> str | None:
+    """The one exit that all variants have, where runs were validated at their end alone, so that there are no curves."""
+    done = [row for row in results.rows if row.records]
+    exits = {index for row in done for index in row.job.shaped.parts.plan.exits}
+    curves = any(len(record["validation"]) > 1 for row in done for record in row.records.values())
+    name = f"exit_{min(exits, default=0) + 1}"
+    return name if len(exits) == 1 and not curves and all(row.mean(name) is not None for row in done) else None
+
+
+def _two_outputs(axes: Any, results: Results, name: str) -> None:
+    """What one output's loss costs the other's."""
+    for number, row in enumerate(row for row in results.rows if row.records):
+        last, exit = row.mean(), row.mean(name)
+        assert last is not None
+        assert exit is not None
+        axes.plot(
+            last, exit, linestyle="none", color=LINES[number % len(LINES)], marker=MARKERS[number % len(MARKERS)],
+            fillstyle="full" if number < len(LINES) else "none", label=f"{label_of(results, row)}: {last:.3f}, {exit:.3f}",
+        )  # fmt: skip
+    _legend_below(axes)
+    where = f"behind layer {name.removeprefix('exit_')}"
+    plain_axes(
+        axes, "Both outputs, mean over seeds", "loss, last output (nats per token)", f"loss, exit {where} (nats per token)"
+    )
+
+
+def _legend_below(axes: Any) -> None:
+    """Under the name of the axis, where it hides nothing."""
+    from matplotlib.transforms import ScaledTranslation
+
+    below = axes.transAxes + ScaledTranslation(0, -LABELS, axes.figure.dpi_scale_trans)
+    axes.legend(fontsize=7.5, ncols=3, loc="upper center", bbox_to_anchor=(0.5, 0), bbox_transform=below)
 
 
 def _sizes(axes: Any, results: Results) -> None:
@@ -90,14 +131,12 @@ def _sizes(axes: Any, results: Results) -> None:
                 axes.plot(fit.best_parameters / 1e6, fit.best_loss, color=color, markersize=11, **STAR)
     axes.set_xscale("log")
     from matplotlib.ticker import NullFormatter, NullLocator
-    from matplotlib.transforms import ScaledTranslation
 
     sizes = size_ticks(_parameters(row) / 1e6 for row in results.rows if row.records)
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_xticks(sizes, [f"{size:.3g}" for size in sizes], rotation=45, fontsize=7)
-    below = axes.transAxes + ScaledTranslation(0, -LABELS, axes.figure.dpi_scale_trans)
-    axes.legend(fontsize=7.5, ncols=3, loc="upper center", bbox_to_anchor=(0.5, 0), bbox_transform=below)
+    _legend_below(axes)
     title = "Loss over size (lowest beside the name; star: the fit's best)"
     plain_axes(axes, title, "parameters without embedding (millions)", "validation loss (nats per token)")
 
