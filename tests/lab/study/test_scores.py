@@ -75,6 +75,7 @@ def test_exits_start_from_a_kept_run_and_are_scored_where_tokens_leave(
     Path("small.yaml").write_text(json.dumps(values(seeds=[0], variants={"looped": looped}, baseline="looped", claims=[])))
     common = values()["common"]
     common["model"] = {"source": "study:small.yaml/looped/short/0"}
+    common["evaluate"] = common.get("evaluate", {}) | {"every": 0}  # at the end alone
     variants = {
         "looked-at": {"loss": {"exits": {"coefficient": 0.0}}},
         "frozen": {"train": "exits", "loss": {"exits": {"head_rank": 2, "coefficient": 1.0}}},
