@@ -75,7 +75,10 @@ def test_exits_start_from_a_kept_run_and_are_scored_where_tokens_leave(
     Path("small.yaml").write_text(json.dumps(values(seeds=[0], variants={"looped": looped}, baseline="looped", claims=[])))
     common = values()["common"]
     common["model"] = {"source": "study:small.yaml/looped/short/0"}
-    common["evaluate"] = common.get("evaluate", {}) | {"every": 0}  # at the end alone
+    common |= {
+        "evaluate": {"every": 0, "rows": 4},
+        "checkpoint": {"every": 100, "keep": 1, "best": False},
+    }  # at the end alone
     variants = {
         "looked-at": {"loss": {"exits": {"coefficient": 0.0}}},
         "frozen": {"train": "exits", "loss": {"exits": {"head_rank": 2, "coefficient": 1.0}}},
@@ -120,7 +123,7 @@ def test_exits_start_from_a_kept_run_and_are_scored_where_tokens_leave(
         f"{100 * full['acc']:.1f}", f"{text:.4f}", f"{frozen['scores']['wikitext2']['nats_per_token']:.4f}",
     ]  # fmt: skip
     assert results.judged[0].found is not None
-    assert all(len(record["validation"]) == 1 for record in found), "no curves to be drawn"
+    assert [len(record["validation"]) for record in found] == [1, 1]
     assert only_exit(results) == "exit_2"
     draw(results, tmp_path / "leaving.png")
     assert only_exit(results_of([build_study(values(seeds=[0]), "test")], Ledger(Path("nothing")))[0]) is None
