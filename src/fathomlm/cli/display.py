@@ -101,11 +101,11 @@ def output_console() -> Console:
     """Standard output. A reader that goes away (`| head`) is an error as with `print`; rich would end the process with 1."""
     from rich.console import Console
 
-    class Output(Console):
+    class PipedConsole(Console):
         def on_broken_pipe(self) -> None:
             raise BrokenPipeError
 
-    return Output()
+    return PipedConsole()
 
 
 def print_table(
