@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from fathomlm.cli.main import COMMANDS
+from fathomlm.cli.main import COMMANDS, main
 
 PATHS = [
     [name, *kind]
@@ -49,3 +49,11 @@ def test_help_loads_no_other_command(name: str) -> None:
     }
     own = COMMANDS[name].options.partition(":")[0]  # which commands of one room share
     assert not (others - {f"fathomlm.{own}"}) & loaded
+
+
+def test_a_default_of_the_command_s_own_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    """Not what is said of the option elsewhere, where it depends on the workload."""
+    for kind, default in (("latency", "(default: 8)"), ("throughput", "thesis: 1000")):
+        with pytest.raises(SystemExit):
+            main(["bench", kind, "--help"])
+        assert default in " ".join(capsys.readouterr().out.partition("--requests N")[2].split())[:80]

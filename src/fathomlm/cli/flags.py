@@ -20,6 +20,7 @@ from fathomlm.options import (
     OptionField,
     check_required_as,
     check_value,
+    default_of,
     format_number,
     option_fields,
     section_of,
@@ -61,8 +62,8 @@ def add_flags(
         elif field is not None and field.option.help:
             if name in defaults:  # what is said of the class's own default is not about this one
                 own = dataclasses.replace(field.option, default_text=None)
-                field = dataclasses.replace(field, default=defaults[name], option=own)
-            _add_flag(target, field)
+                field = dataclasses.replace(field, option=own)
+            _add_flag(target, dataclasses.replace(field, default=defaults.get(name, default_of(cls, name))))
 
 
 def _order(cls: type) -> list[str]:
