@@ -24,6 +24,7 @@ SHARD_BYTES = 4_000_000_000
 MAX_INDEX = 32 << 20
 """Of an index; the largest public one has 9 MB."""
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+"""Types whose values are looked at: torch cannot ask all of those of one byte."""
 _HEADER = 256
 """More than a file's header says of a tensor beside its name: type, shape and place; and of the file itself."""
 

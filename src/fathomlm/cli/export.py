@@ -160,11 +160,12 @@ def _gguf(options: Export) -> int:
 
     if options.max_shard_size is not None:
         raise OptionError("--max-shard-size cannot be combined with --format gguf, which is one file")
-    if options.out.is_dir() or (options.out.exists() and not options.force):
+    if options.out.exists():
         replaceable = options.out.is_file() and is_gguf(options.out)
-        raise OptionError(f"{options.out} exists; choose another name" + (", or --force" if replaceable else ""))
-    if options.out.exists() and not is_gguf(options.out):
-        raise OptionError(f"{options.out} is not a GGUF file; --force will not delete it")
+        if options.out.is_dir() or not options.force:
+            raise OptionError(f"{options.out} exists; choose another name" + (", or --force" if replaceable else ""))
+        if not replaceable:
+            raise OptionError(f"{options.out} is not a GGUF file; --force will not delete it")
 
     from fathomlm.checkpoints.export import describe_exits
     from fathomlm.checkpoints.gguf.writer import export_gguf
